@@ -1,0 +1,91 @@
+"""From raw scores to logits, on one tile: soft_cap(score_mod(scale * q.k)) + bias, and -inf where the mask says so."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_flash import masks
+from pallas_flash.masks import Slice, slice_axis
+from pallas_flash.spec import Array, AttentionSpec, Index, Operands, accumulator_dtype
+
+
+class ScoreInputs(NamedTuple):
+    """What changes scores and has a gradient, cut to one tile."""
+
+    scale: Array | None
+    score_mod: tuple[Array | None, ...]
+    bias: Array | None
+
+
+def split(inputs: ScoreInputs) -> tuple[ScoreInputs, ScoreInputs]:
+    """(what has a gradient, the rest): integer arrays that score_mod captured have none. None fills the gaps."""
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs.score_mod]
+    floats = tuple(x if yes else None for x, yes in zip(inputs.score_mod, is_float, strict=True))
+    others = tuple(None if yes else x for x, yes in zip(inputs.score_mod, is_float, strict=True))
+    return inputs._replace(score_mod=floats), ScoreInputs(None, others, None)
+
+
+def join(inputs: ScoreInputs, rest: ScoreInputs) -> ScoreInputs:
+    both = zip(inputs.score_mod, rest.score_mod, strict=True)
+    return inputs._replace(score_mod=tuple(y if x is None else x for x, y in both))
+
+
+class Tile(NamedTuple):
+    """A rectangle of scores: where it stands and which of its pairs take part (None: all)."""
+
+    index: Index
+    live: Array | None
+
+
+def score_inputs(operands: Operands, q_slice: Slice, kv_slice: Slice) -> ScoreInputs:
+    """The bias comes in the accumulator's dtype, so that its gradients of many tiles add up without rounding each."""
+    bias = operands.bias
+    if bias is not None:
+        bias = slice_axis(slice_axis(bias, 2, q_slice), 3, kv_slice).astype(accumulator_dtype(operands.q.dtype))
+    return ScoreInputs(operands.scale, operands.score_mod, bias)
+
+
+def index_of(spec: AttentionSpec, operands: Operands, q_slice: Slice, kv_slice: Slice) -> Index:
+    """The index of a tile, in shapes that broadcast to [B, N, rows, keys]."""
+    shapes = operands.shapes
+    axis = lambda n, dim: jnp.arange(n, dtype=jnp.int32).reshape([n if i == dim else 1 for i in range(4)])  # noqa: E731
+    q_row = axis(q_slice.size, 2) + jnp.int32(q_slice.start)
+    offset = operands.q_offset[:, None, None, None] if spec.q_offset is None else jnp.int32(spec.q_offset)
+    return Index(
+        batch=axis(shapes.batch, 0),
+        head=axis(shapes.num_q_heads, 1),
+        q_row=q_row,
+        q_pos=q_row + offset,
+        kv_pos=axis(kv_slice.size, 3) + jnp.int32(kv_slice.start),
+    )
+
+
+def tile_of(spec: AttentionSpec, operands: Operands, q_slice: Slice, kv_slice: Slice, *, masked: bool = True) -> Tile:
+    """The tile of these rows and keys. masked=False: the caller knows that the mask allows all of it."""
+    index = index_of(spec, operands, q_slice, kv_slice)
+    live = None
+    if masked:
+        arrays = tuple(p.tile(a, q_slice, kv_slice) for p, a in zip(spec.mask, operands.mask, strict=True))
+        live = masks.allowed(spec.mask, arrays, index)
+    if operands.bias is not None:  # -inf says "not allowed", whatever stands in q or k there
+        bias = score_inputs(operands, q_slice, kv_slice).bias
+        live = bias != -jnp.inf if live is None else live & (bias != -jnp.inf)
+    return Tile(index, live)
+
+
+def logits(spec: AttentionSpec, raw: Array, inputs: ScoreInputs, tile: Tile) -> Array:
+    """`raw` = q.k in the accumulator's dtype. Pairs that take no part are computed on 0 instead of their score, so that
+    junk in q or k cannot reach a gradient as 0 * NaN, and become -inf at the end."""
+    live, scale = tile.live, inputs.scale if spec.scale is None else spec.scale
+    assert scale is not None
+    scores = (raw if live is None else jnp.where(live, raw, 0)) * scale
+    if spec.score_mod is not None:
+        index = tile.index
+        scores = spec.score_mod(inputs.score_mod, scores, index.batch, index.head, index.q_pos, index.kv_pos)
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+    if inputs.bias is not None:
+        scores = scores + inputs.bias
+    return scores if live is None else jnp.where(live, scores, -jnp.inf)

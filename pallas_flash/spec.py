@@ -1,0 +1,154 @@
+"""What a call is: its static facts (`AttentionSpec`), its arrays (`Operands`), what it saves and returns.
+
+Everything below the public API passes these few values around, never a list of sixteen keywords. A feature that is
+new adds one field here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+Array = jax.Array
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
+
+
+class Shapes(NamedTuple):
+    """The sizes of one call, under the letters of `jax.nn`: B T S N K H Hv."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+
+    @property
+    def q_heads_per_kv_head(self) -> int:
+        return self.num_q_heads // self.num_kv_heads if self.num_kv_heads else 0
+
+
+class Operands(NamedTuple):
+    """Every array of a call; what is absent is None (or an empty tuple). `*` marks what has a gradient."""
+
+    q: Array  # * [B, T, N, H]
+    k: Array  # * [B, S, K, H]
+    v: Array  # * [B, S, K, Hv]
+    bias: Array | None = None  # * [1|B, 1|N, 1|T, 1|S], added after the soft cap
+    sinks: Array | None = None  # * [N], one logit a head that only enlarges the denominator
+    scale: Array | None = None  # * [], float32; None where the scale is static (AttentionSpec.scale)
+    score_mod: tuple[Array, ...] = ()  # * arrays that score_mod captured, for AttentionSpec.score_mod
+    mask: tuple[tuple[Array, ...], ...] = ()  # the arrays of each part of AttentionSpec.mask
+    q_offset: Array | None = None  # int32 [B]; None where the offset is static (AttentionSpec.q_offset)
+    dropout_key: Array | None = None  # uint32 [2]
+
+    @property
+    def shapes(self) -> Shapes:
+        batch, q_len, num_q_heads, head_dim = self.q.shape
+        _, kv_len, num_kv_heads, value_head_dim = self.v.shape
+        return Shapes(batch, q_len, kv_len, num_q_heads, num_kv_heads, head_dim, value_head_dim)
+
+
+class Index(NamedTuple):
+    """Where the elements of a tile of scores stand. The fields broadcast against each other to the tile's shape."""
+
+    batch: Array
+    head: Array
+    q_row: Array  # row of the query array
+    q_pos: Array  # position of that row among the keys: q_row + query_offset
+    kv_pos: Array  # row of the key array, which is its position
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """The static facts of a call besides the shapes of its operands: hashable, so that programs are cached by it.
+
+    logits = soft_cap(score_mod(scale * q.k)) + bias; a pair (q, k) takes part where every part of `mask` allows it.
+    """
+
+    scale: float | None  # None: operands.scale
+    mask: tuple[Any, ...] = ()  # masks.Part: a pair takes part where all of them allow it
+    q_offset: int | None = 0  # None: operands.q_offset
+    soft_cap: float | None = None
+    score_mod: Any = None  # elementwise.Elementwise | None
+    dropout_rate: float = 0.0
+    precision: Any = None  # jax.lax.PrecisionLike for both products
+    deterministic: bool = False
+    return_max_logit: bool = False
+
+
+class Residuals(NamedTuple):
+    """What the forward pass keeps for the backward pass, beside the operands."""
+
+    out: Array  # [B, T, N, Hv]
+    m: Array  # [B, N, T], row maximum of the logits (with the sink); -inf for a row with no key
+    l: Array  # noqa: E741  [B, N, T], row sum of exp(logits - m) (with the sink's term); 0 for a row with no key
+
+
+class Forward(NamedTuple):
+    """What an implementation's forward pass returns."""
+
+    residuals: Residuals
+    max_logit: Array | None = None  # [B, N] if spec.return_max_logit; without the sink; -inf if nothing is allowed
+
+
+class Cotangents(NamedTuple):
+    """The gradients that arrive at the backward pass."""
+
+    out: Array  # [B, T, N, Hv]
+    lse: Array | None  # [B, N, T]; None where lse was not returned
+
+
+class Gradients(NamedTuple):
+    """The gradients of the operands marked `*` in `Operands`, each in its operand's shape and dtype."""
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None = None
+    sinks: Array | None = None
+    scale: Array | None = None
+    score_mod: tuple[Array | None, ...] = ()  # None for an array that is not floating
+
+
+class Implementation(Protocol):
+    """A way of computing attention: a module with these names. dispatch.py holds the table of them."""
+
+    NAME: str
+
+    def unsupported(self, spec: AttentionSpec, operands: Operands) -> str | None:
+        """Why this call (its gradient included) cannot be computed here, in words; None if it can.
+
+        Looks at shapes and dtypes only: the operands may be tracers or `jax.ShapeDtypeStruct`s.
+        """
+        ...
+
+    def forward(self, spec: AttentionSpec, operands: Operands) -> Forward: ...
+
+    def backward(
+        self, spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents
+    ) -> Gradients: ...
+
+
+def varying_axes(operands: Operands) -> tuple[str, ...]:
+    """The mesh axes, inside shard_map, along which any of the operands differs from device to device."""
+    return tuple(
+        sorted(frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands))))
+    )
+
+
+def vary(array: Array, axes: tuple[str, ...]) -> Array:
+    """Mark an array as differing along mesh axes; the transpose sums its gradient over them."""
+    missing = tuple(axis for axis in axes if axis not in jax.typeof(array).manual_axis_type.varying)
+    return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """The dtype of logits, softmax and accumulators: float64 for float64 inputs, float32 for all others."""
+    return np.dtype(np.float64) if np.dtype(dtype) == np.float64 else np.dtype(np.float32)
