@@ -1,0 +1,108 @@
+"""The matrix products of attention in plain JAX, over grouped heads, with one promise beside the arithmetic: a pair
+that takes no part contributes nothing, not even 0 * NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash.spec import Array, accumulator_dtype
+
+
+def group(x: Array, num_kv_heads: int) -> Array:
+    """[B, N, t, d] -> [B, K, N/K * t, d]: the query heads that share a key head become rows of one matrix."""
+    batch, num_heads, rows, width = x.shape
+    return x.reshape(batch, num_kv_heads, num_heads // max(num_kv_heads, 1) * rows, width)
+
+
+def finite_part(x: Array) -> Array:
+    return jnp.where(jnp.isfinite(x), x, 0)
+
+
+@jax.custom_batching.custom_vmap
+def _any(flags: Array) -> Array:
+    return jnp.any(flags)
+
+
+@_any.def_vmap
+def _any_vmap(axis_size: int, in_batched: Any, flags: Array) -> tuple[Array, bool]:
+    """One flag for all instances of a vmap: `cond` on it stays a branch; on many flags it would compute both sides."""
+    del axis_size, in_batched
+    return jnp.any(flags), False
+
+
+def has_junk(*arrays: Array) -> Array:
+    """Whether NaN or Inf stands anywhere in the arrays: bool []."""
+    return sum((_any(~jnp.isfinite(lax.stop_gradient(x))) for x in arrays), start=jnp.zeros((), bool))
+
+
+def dot(subscripts: str, a: Array, b: Array, precision: Any) -> Array:
+    """An einsum that accumulates in `accumulator_dtype`. A float32 factor (softmax weights, ds) is rounded to bfloat16
+    beside a bfloat16 one, but never to float16, whose range it can leave."""
+    accumulator = accumulator_dtype(b.dtype)
+    if a.dtype != b.dtype:
+        common = b.dtype if b.dtype == jnp.bfloat16 else accumulator
+        a, b = a.astype(common), b.astype(common)
+    if precision is None and a.dtype == accumulator:
+        precision = lax.Precision.HIGHEST
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=accumulator)
+
+
+def scores(q: Array, k: Array, precision: Any, junk: Array | None = None) -> Array:
+    """q.k: [B, N, t, d], [B, K, s, d] -> [B, N, t, s].
+
+    junk: whether NaN or Inf may stand in q or k; given that flag, the derivative never multiplies by them.
+    """
+
+    def product(q: Array, k: Array) -> Array:
+        return dot("bktd,bksd->bkts", q, k, precision)
+
+    def careful(q: Array, k: Array) -> Array:
+        clean, value = product(finite_part(q), finite_part(k)), lax.stop_gradient(product(q, k))
+        return jnp.where(value == lax.stop_gradient(clean), clean, clean + (value - lax.stop_gradient(clean)))
+
+    grouped_q = group(q, k.shape[1])
+    grouped = product(grouped_q, k) if junk is None else lax.cond(junk, careful, product, grouped_q, k)
+    return grouped.reshape(*q.shape[:3], k.shape[2])
+
+
+def sum_over_keys(weights: Array, x: Array, live: Array | None, precision: Any, junk: Array) -> Array:
+    """Sum of weights[i, j] * x[j] over the live pairs: [B, N, t, s], [B, K, s, d] -> [B, N, t, d]."""
+    rows = (*weights.shape[:3], x.shape[3])
+    return _live_sum("bkts,bksd->bktd", weights, x, live, precision, junk, x.shape[1]).reshape(rows)
+
+
+def sum_over_queries(
+    weights: Array, x: Array, live: Array | None, precision: Any, junk: Array, num_kv_heads: int
+) -> Array:
+    """Sum of weights[i, j] * x[i] over the live pairs and over the heads of a group: [B, N, t, s], [B, N, t, d] ->
+    [B, K, s, d]."""
+    return _live_sum("bkts,bktd->bksd", weights, group(x, num_kv_heads), live, precision, junk, num_kv_heads)
+
+
+def _live_sum(
+    subscripts: str, weights: Array, x: Array, live: Array | None, precision: Any, junk: Array, num_kv_heads: int
+) -> Array:
+    def plain(weights: Array, x: Array) -> Array:
+        return dot(subscripts, weights, x, precision)
+
+    def careful(weights: Array, x: Array) -> Array:
+        """The finite part, plus NaN or Inf where a live pair brings one."""
+        taking_part = True if live is None else group(jnp.broadcast_to(live, shape), num_kv_heads)
+        weights_, x_ = lax.stop_gradient(weights), lax.stop_gradient(x)
+        some = lambda pairs, values: dot(  # noqa: E731
+            subscripts, (taking_part & pairs).astype(jnp.float32), values.astype(jnp.float32), None
+        )
+        positive, negative, zero = weights_ > 0, weights_ < 0, weights_ == 0
+        up = some(positive, x_ == jnp.inf) + some(negative, x_ == -jnp.inf) > 0
+        down = some(positive, x_ == -jnp.inf) + some(negative, x_ == jnp.inf) > 0
+        nan = (some(jnp.ones_like(zero), jnp.isnan(x_)) + some(zero, jnp.isinf(x_)) > 0) | (up & down)
+        poison = jnp.where(nan, jnp.nan, jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, 0)))
+        finite = plain(weights, finite_part(x))
+        return finite + poison.astype(finite.dtype)
+
+    shape = weights.shape
+    return lax.cond(junk, careful, plain, group(weights, num_kv_heads), x)
