@@ -1,0 +1,6 @@
+"""Exact, IO-aware attention for JAX on NVIDIA GPUs."""
+
+from pallas_flash import masks
+from pallas_flash.api import explain, flash_attention, reference_attention
+
+__all__ = ["explain", "flash_attention", "masks", "reference_attention"]

@@ -1,0 +1,98 @@
+"""The one place where attention gets its derivative: a `custom_vjp` that keeps the operands, O, m and l."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_flash.spec import (
+    Array,
+    AttentionSpec,
+    Cotangents,
+    Gradients,
+    Implementation,
+    Operands,
+    Residuals,
+    vary,
+    varying_axes,
+)
+
+# A remat policy that saves these (jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)) keeps the forward
+# pass from running again in the backward pass.
+CHECKPOINT_NAMES = ("flash_attention_out", "flash_attention_m", "flash_attention_l")
+
+
+class Choice(NamedTuple):
+    """Which implementation computes a call: one for programs lowered for an NVIDIA GPU, one for all others."""
+
+    cuda: Implementation
+    default: Implementation
+
+
+class Output(NamedTuple):
+    out: Array  # [B, T, N, Hv]
+    lse: Array  # [B, N, T]
+    max_logit: Array | None  # [B, N]
+
+
+def log_sum_exp(m: Array, l: Array) -> Array:  # noqa: E741
+    """Natural logarithm of the softmax denominator; -inf, with derivative 0, for a row with no key."""
+    return jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
+
+
+def attention(choice: Choice, spec: AttentionSpec, operands: Operands) -> Output:
+    """Attention by the chosen implementation, differentiable in the operands that spec.Operands marks."""
+    # Inside shard_map a replicated operand's gradient must be summed over the mesh: the cast's transpose does it.
+    axes = varying_axes(operands)
+    return _attention(choice, spec, jax.tree.map(lambda x: vary(x, axes), operands))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(choice: Choice, spec: AttentionSpec, operands: Operands) -> Output:
+    return _attention_fwd(choice, spec, operands)[0]
+
+
+def _attention_fwd(
+    choice: Choice, spec: AttentionSpec, operands: Operands
+) -> tuple[Output, tuple[Operands, Residuals]]:
+    forward = _run(choice, "forward", spec, operands)
+    residuals = Residuals(*map(checkpoint_name, forward.residuals, CHECKPOINT_NAMES))
+    out, m, l = residuals  # noqa: E741
+    return Output(out, log_sum_exp(m, l), forward.max_logit), (operands, residuals)
+
+
+def _attention_bwd(
+    choice: Choice, spec: AttentionSpec, saved: tuple[Operands, Residuals], cotangents: Output
+) -> tuple[Operands]:
+    operands, residuals = saved
+    gradients = _run(choice, "backward", spec, operands, residuals, Cotangents(cotangents.out, cotangents.lse))
+    return (_in_place_of(operands, gradients),)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _run(choice: Choice, method: str, spec: AttentionSpec, *arrays: Any) -> Any:
+    cuda, default = (partial(_compiled(getattr(implementation, method)), spec) for implementation in choice)
+    if choice.cuda is choice.default:
+        return default(*arrays)
+    return lax.platform_dependent(*arrays, cuda=cuda, default=default)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One program for equal specs and shapes, also where the caller does not jit."""
+    return jax.jit(function, static_argnums=0)
+
+
+def _in_place_of(operands: Operands, gradients: Gradients) -> Operands:
+    """The gradients as cotangents of the operands: None (zero) for those that have no derivative."""
+    no_gradient: Any = dict.fromkeys(Operands._fields)
+    return Operands(**no_gradient | gradients._asdict())

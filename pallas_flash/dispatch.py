@@ -1,0 +1,142 @@
+"""Which implementation computes a call: an ordered table, and the reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+
+import jax
+
+from pallas_flash import reference, xla
+from pallas_flash.autodiff import Choice
+from pallas_flash.spec import AttentionSpec, Implementation, Operands
+
+logger = logging.getLogger("pallas_flash")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One row of the table.
+
+    capability: the smallest compute capability of an NVIDIA GPU that runs it, and the first that does not; None: any
+    device. automatic: whether implementation=None may choose it.
+    """
+
+    implementation: Implementation
+    rank: str  # why it stands where it does
+    capability: tuple[tuple[int, int], tuple[int, int]] | None = None
+    automatic: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.implementation.NAME
+
+
+# In the order in which implementation=None tries them.
+TABLE: tuple[Entry, ...] = (
+    Entry(xla, "runs on every device and takes every call; memory linear in the sequence length"),
+    Entry(reference, "the meaning, at O(T S) memory: only by name", automatic=False),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the table says of one implementation for one call."""
+
+    name: str
+    chosen: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The table for one call on one kind of device; prints as text."""
+
+    device: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def chosen(self) -> str | None:
+        return next((verdict.name for verdict in self.verdicts if verdict.chosen), None)
+
+    def __str__(self) -> str:
+        rows = (f"{'->' if v.chosen else '  '} {v.name:10} {v.reason}" for v in self.verdicts)
+        return "\n".join([f"on {self.device}:", *rows])
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of the first NVIDIA GPU that JAX sees; None if there is none."""
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        return None
+    major, minor = devices[0].compute_capability.split(".")
+    return int(major), int(minor)
+
+
+def names() -> tuple[str, ...]:
+    return tuple(entry.name for entry in TABLE)
+
+
+def explain(
+    spec: AttentionSpec, operands: Operands, capability: tuple[int, int] | None, name: str | None = None
+) -> Explanation:
+    """Go down the table for a device: an NVIDIA GPU of this capability, or (None) anything else."""
+    verdicts: list[Verdict] = []
+    found = False
+    for entry in TABLE:
+        reason = _obstacle(entry, spec, operands, capability)
+        if reason is None and name is None and not entry.automatic:
+            reason = entry.rank
+        elif reason is None and name not in (None, entry.name):
+            reason = f"implementation={name!r} was asked for"
+        chosen = reason is None and not found
+        found |= chosen
+        verdicts.append(Verdict(entry.name, chosen, reason or (entry.rank if chosen else "comes after the chosen one")))
+    device = f"an NVIDIA GPU of compute capability {_version(capability)}" if capability else "any other device"
+    return Explanation(device, tuple(verdicts))
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _obstacle(entry: Entry, spec: AttentionSpec, operands: Operands, capability: tuple[int, int] | None) -> str | None:
+    if entry.capability is not None:
+        lowest, beyond = entry.capability
+        if capability is None or not lowest <= capability < beyond:
+            return f"needs an NVIDIA GPU of compute capability >= {_version(lowest)} and < {_version(beyond)}"
+    return entry.implementation.unsupported(spec, operands)
+
+
+def choose(spec: AttentionSpec, operands: Operands, name: str | None) -> Choice:
+    """The implementations for a call. An explicit name is taken or refused (NotImplementedError), never replaced."""
+    if name is not None:
+        return _by_name(spec, operands, name)
+    capability = compute_capability()
+    default = explain(spec, operands, None)
+    on_gpu = explain(spec, operands, capability) if capability else default
+    if capability and on_gpu.chosen == xla.NAME:
+        _warn_slow(str(on_gpu))
+    return Choice(cuda=_chosen(on_gpu), default=_chosen(default))
+
+
+def _chosen(explanation: Explanation) -> Implementation:
+    return next(entry.implementation for entry in TABLE if entry.name == explanation.chosen)
+
+
+def _by_name(spec: AttentionSpec, operands: Operands, name: str) -> Choice:
+    entry = next((entry for entry in TABLE if entry.name == name), None)
+    if entry is None:
+        raise ValueError(f"implementation must be None or one of {', '.join(names())}, not {name!r}")
+    reason = entry.implementation.unsupported(spec, operands)
+    if reason is not None:
+        raise NotImplementedError(f"implementation={name!r} cannot compute this call: {reason}")
+    return Choice(entry.implementation, entry.implementation)
+
+
+@functools.cache
+def _warn_slow(explanation: str) -> None:
+    """Once for each explanation."""
+    logger.warning("attention falls to the slow path, implementation='xla', %s", explanation)

@@ -1,0 +1,334 @@
+"""The arguments of a call, checked once and brought into the one form that everything below works on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_flash import dropout, elementwise, masks
+from pallas_flash.masks import Mask
+from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What flash_attention was called with, under its names. See its docstring."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    mask: Any = None
+    scale: Any = None
+    is_causal: Any = False
+    query_seq_lengths: Any = None
+    key_value_seq_lengths: Any = None
+    local_window_size: Any = None
+    query_offset: Any = 0
+    segment_ids: Any = None
+    logits_soft_cap: Any = None
+    sinks: Any = None
+    score_mod: Any = None
+    dropout_rate: Any = 0.0
+    dropout_key: Any = None
+    precision: Any = None
+    deterministic: Any = False
+    return_residual: Any = False
+    return_max_logit: Any = False
+
+
+class Canonical(NamedTuple):
+    """A checked call. `lead` are the batch dimensions as given; inside there is exactly one, their product."""
+
+    spec: AttentionSpec
+    operands: Operands
+    lead: tuple[int, ...]
+
+
+class Sizes(NamedTuple):
+    lead: tuple[int, ...]
+    batch: int
+    q_len: int
+    kv_len: int
+    num_q_heads: int
+    num_kv_heads: int
+
+
+def canonicalise(arguments: Arguments) -> Canonical:
+    """Check every argument; ValueError names the argument, what came and what is wanted."""
+    q, k, v, sizes = _tensors(arguments)
+    for name in ("is_causal", "deterministic", "return_residual", "return_max_logit"):
+        _require(isinstance(getattr(arguments, name), bool | np.bool_), name, getattr(arguments, name), "a bool")
+    static_scale, scale = _scale(arguments.scale, q)
+    static_offset, q_offset = _query_offset(arguments.query_offset, sizes)
+    parts, part_arrays = _mask(arguments, sizes)
+    score_mod, captures = _score_mod(arguments.score_mod, accumulator_dtype(q.dtype))
+    rate, dropout_key = _dropout(arguments.dropout_rate, arguments.dropout_key)
+    spec = AttentionSpec(
+        scale=static_scale,
+        mask=parts,
+        q_offset=static_offset,
+        soft_cap=_soft_cap(arguments.logits_soft_cap),
+        score_mod=score_mod,
+        dropout_rate=rate,
+        precision=_precision(arguments.precision),
+        deterministic=bool(arguments.deterministic),
+        return_max_logit=bool(arguments.return_max_logit),
+    )
+    operands = Operands(
+        *(x.reshape(sizes.batch, *x.shape[-3:]) for x in (q, k, v)),
+        bias=_bias(arguments.bias, sizes),
+        sinks=_sinks(arguments.sinks, sizes),
+        scale=scale,
+        score_mod=captures,
+        mask=part_arrays,
+        q_offset=q_offset,
+        dropout_key=dropout_key,
+    )
+    return Canonical(spec, operands, sizes.lead)
+
+
+def _require(condition: Any, name: str, got: Any, wanted: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} must be {wanted}, not {_describe(got)}")
+
+
+def _describe(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value)
+
+
+def _is_static_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def _array(name: str, value: Any, kind: Any, wanted: str) -> Array:
+    """`value` as an array of this kind of dtype; never a cast from another kind."""
+    array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
+    _require(jnp.issubdtype(array.dtype, kind), name, value if array.dtype == object else array, wanted)
+    return jnp.asarray(array)
+
+
+def _tensors(arguments: Arguments) -> tuple[Array, Array, Array, Sizes]:
+    q, k, v = (
+        _array(name, getattr(arguments, name), jnp.floating, "a floating-point array")
+        for name in ("query", "key", "value")
+    )
+    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in DTYPES:
+        raise ValueError(
+            f"query, key and value must have one dtype out of {', '.join(DTYPES)}, "
+            f"not {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    _require(q.ndim >= 3, "query", q, "of shape [*B, T, N, H]")
+    lead, (q_len, num_q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
+    _require(k.ndim == q.ndim, "key", k, f"of rank {q.ndim}, [*B, S, K, H], as query {_describe(q)}")
+    kv_len, num_kv_heads = k.shape[-3:-1]
+    _require(
+        k.shape == (*lead, kv_len, num_kv_heads, head_dim),
+        "key",
+        k,
+        f"[*B, S, K, H] with query's *B and H {_describe(q)}",
+    )
+    _require(
+        v.ndim == q.ndim and v.shape[:-1] == k.shape[:-1],
+        "value",
+        v,
+        f"[*B, S, K, Hv] with key's *B, S and K {_describe(k)}",
+    )
+    if num_q_heads != 0 if num_kv_heads == 0 else num_q_heads % num_kv_heads:
+        raise ValueError(
+            "the number of query heads must be a multiple of the number of key heads, "
+            f"not N={num_q_heads} and K={num_kv_heads}"
+        )
+    if num_q_heads >= 128 and 4 <= q_len <= 64 and q_len == kv_len:
+        warnings.warn(
+            f"query {_describe(q)} has far more heads than rows: the layout is [*B, T, N, H], sequence before heads",
+            stacklevel=4,
+        )
+    return q, k, v, Sizes(lead, math.prod(lead), q_len, kv_len, num_q_heads, num_kv_heads)
+
+
+def _scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
+    """(static, None) for a number, (None, operand) for an array, which has a gradient."""
+    if scale is None:
+        _require(q.shape[-1] > 0, "scale", scale, "given where head_dim is 0")
+        return 1 / math.sqrt(q.shape[-1]), None
+    if _is_static_number(scale):
+        _require(math.isfinite(scale), "scale", scale, "finite")
+        return float(scale), None
+    array = _array("scale", scale, jnp.floating, "a number or a floating-point scalar array")
+    _require(array.shape == (), "scale", array, "a scalar")
+    return None, array.astype(accumulator_dtype(q.dtype))
+
+
+def _per_batch(name: str, value: Any, sizes: Sizes) -> Array:
+    array = _array(name, value, jnp.integer, "of an integer dtype")
+    _require(array.shape in ((), sizes.lead), name, array, f"a scalar or of shape {list(sizes.lead)}, the batch")
+    return jnp.broadcast_to(array, sizes.lead).reshape(sizes.batch)
+
+
+def _query_offset(offset: Any, sizes: Sizes) -> tuple[int | None, Array | None]:
+    if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
+        _require(abs(offset) < masks.FAR // 2, "query_offset", offset, f"within +-{masks.FAR // 2}")
+        return int(offset), None
+    return None, _per_batch("query_offset", offset, sizes).astype(jnp.int32)
+
+
+def _mask(arguments: Arguments, sizes: Sizes) -> tuple[tuple[masks.Part, ...], tuple[masks.Arrays, ...]]:
+    """Everything that says which pairs take part, as one conjunction: bands merged into one, which comes first."""
+    whole = masks.everything()
+    if isinstance(arguments.mask, Mask):
+        whole &= arguments.mask
+    elif arguments.mask is not None:
+        dense = _array("mask", arguments.mask, np.bool_, "a bool array (True: attend) or a pallas_flash.masks.Mask")
+        whole &= Mask((masks.Dense(),), ((_as_scores("mask", dense, sizes),),))
+    if arguments.is_causal:
+        whole &= masks.causal()
+    whole &= _window(arguments.local_window_size)
+    if arguments.query_seq_lengths is not None:
+        whole &= Mask((masks.QueryLengths(),), ((arguments.query_seq_lengths,),))
+    if arguments.key_value_seq_lengths is not None:
+        whole &= Mask((masks.KeyValueLengths(),), ((arguments.key_value_seq_lengths,),))
+    if arguments.segment_ids is not None:
+        whole &= Mask((masks.Segments(),), (_segment_ids(arguments.segment_ids),))
+
+    bands = [part for part in whole.parts if isinstance(part, masks.Band)]
+    others = [(p, a) for p, a in zip(whole.parts, whole.arrays, strict=True) if not isinstance(p, masks.Band)]
+    narrowest = lambda sides: min((side for side in sides if side is not None), default=None)  # noqa: E731
+    parts: list[masks.Part] = (
+        [masks.Band(narrowest(b.left for b in bands), narrowest(b.right for b in bands))] if bands else []
+    )
+    arrays: list[masks.Arrays] = [() for _ in parts]
+    for part, part_arrays in others:
+        parts.append(part)
+        arrays.append(_part_arrays(part, part_arrays, sizes))
+    return tuple(parts), tuple(arrays)
+
+
+def _part_arrays(part: masks.Part, arrays: masks.Arrays, sizes: Sizes) -> masks.Arrays:
+    names = {
+        masks.QueryLengths: "query_seq_lengths",
+        masks.KeyValueLengths: "key_value_seq_lengths",
+        masks.PrefixLM: "prefix",
+    }
+    if part.uses_batch:
+        limit = sizes.q_len if isinstance(part, masks.QueryLengths) else sizes.kv_len
+        lengths = _per_batch(names[type(part)], arrays[0], sizes)
+        return (jnp.clip(lengths, 0, limit).astype(jnp.int32),)
+    if isinstance(part, masks.Segments):
+        sides = zip(("query", "key_value"), arrays, (sizes.q_len, sizes.kv_len), strict=True)
+        return tuple(_ids(f"segment_ids ({side})", ids, length, sizes) for side, ids, length in sides)
+    return arrays
+
+
+def _window(window: Any) -> Mask:
+    name, wanted = "local_window_size", "an integer >= 0 or a pair (left, right) of them, None or -1 for no bound"
+    if window is None:
+        return masks.everything()
+    sides = window if isinstance(window, tuple | list) else (window, window)
+    _require(len(sides) == 2, name, window, wanted)
+    for side in sides:
+        is_int = isinstance(side, int | np.integer) and not isinstance(side, bool)
+        _require(side is None or (is_int and side >= -1), name, window, wanted)
+    return masks.sliding_window(*sides)
+
+
+def _segment_ids(segment_ids: Any) -> tuple[Any, Any]:
+    if isinstance(segment_ids, tuple | list):
+        _require(len(segment_ids) == 2, "segment_ids", segment_ids, "ids or a pair (query ids, key ids)")
+        return tuple(segment_ids)
+    return segment_ids, segment_ids
+
+
+def _ids(name: str, ids: Any, length: int, sizes: Sizes) -> Array:
+    array = _array(name, ids, jnp.integer, "of an integer dtype")
+    _require(array.shape == (*sizes.lead, length), name, array, f"of shape {[*sizes.lead, length]}")
+    return array.reshape(sizes.batch, length).astype(jnp.int32)
+
+
+def _as_scores(name: str, array: Array, sizes: Sizes) -> Array:
+    """Bring what broadcasts against [*B, N, T, S] to [1|B, 1|N, 1|T, 1|S]. Only a batch that is partly broadcast is
+    copied."""
+    full = (*sizes.lead, sizes.num_q_heads, sizes.q_len, sizes.kv_len)
+    shape = array.shape
+    while len(shape) > len(full) and shape[0] == 1:
+        shape = shape[1:]
+    shape = (1,) * (len(full) - len(shape)) + shape
+    fits = len(shape) == len(full) and all(n in (1, want) for n, want in zip(shape, full, strict=True))
+    _require(fits, name, array, f"broadcastable to [*B, N, T, S] = {list(full)}")
+    lead, rest = shape[:-3], shape[-3:]
+    array = array.reshape(shape)
+    if all(n == 1 for n in lead):
+        return array.reshape(1, *rest)
+    return jnp.broadcast_to(array, (*sizes.lead, *rest)).reshape(sizes.batch, *rest)
+
+
+def _bias(bias: Any, sizes: Sizes) -> Array | None:
+    if bias is None:
+        return None
+    return _as_scores(
+        "bias", _array("bias", bias, jnp.floating, "a floating-point array (a bool array goes to mask)"), sizes
+    )
+
+
+def _sinks(sinks: Any, sizes: Sizes) -> Array | None:
+    if sinks is None:
+        return None
+    array = _array("sinks", sinks, jnp.floating, "a floating-point array")
+    _require(array.shape == (sizes.num_q_heads,), "sinks", array, f"of shape [N] = [{sizes.num_q_heads}]")
+    return array
+
+
+def _soft_cap(cap: Any) -> float | None:
+    if cap is None:
+        return None
+    _require(_is_static_number(cap), "logits_soft_cap", cap, "None or a Python number (it is part of the program)")
+    _require(math.isfinite(cap) and cap > 0, "logits_soft_cap", cap, "None or a finite number > 0")
+    return float(cap)
+
+
+def _score_mod(
+    function: Callable[..., Any] | None, dtype: Any
+) -> tuple[elementwise.Elementwise | None, tuple[Array, ...]]:
+    if function is None:
+        return None, ()
+    wanted = f"a function (score, batch, head, q_pos, kv_pos) -> score of scalars, returning {np.dtype(dtype)}[]"
+    _require(callable(function), "score_mod", function, wanted)
+    traced, captures = elementwise.trace(function, dtype, *[jnp.int32] * 4)
+    outputs = [var.aval for var in traced.jaxpr.outvars]
+    fits = len(outputs) == 1 and outputs[0].shape == () and outputs[0].dtype == dtype
+    _require(fits, "score_mod", [str(o) for o in outputs], wanted)
+    return traced, captures
+
+
+def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:
+    _require(_is_static_number(rate) and 0 <= rate < 1, "dropout_rate", rate, "a Python number in [0, 1)")
+    if rate == 0:
+        return 0.0, None
+    wanted = f"a JAX random key where dropout_rate is {rate}"
+    _require(hasattr(key, "dtype") and hasattr(key, "shape"), "dropout_key", key, wanted)
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    _require(key.shape == () if typed else key.dtype == jnp.uint32 and key.ndim == 1, "dropout_key", key, wanted)
+    return float(rate), dropout.key_words(key)
+
+
+def _precision(precision: Any) -> Any:
+    if isinstance(precision, list):
+        precision = tuple(precision)
+    try:
+        hash(precision)
+        jax.eval_shape(lambda x: lax.dot(x, x, precision=precision), jax.ShapeDtypeStruct((1, 1), jnp.float32))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"precision must be what jax.lax.dot takes, not {precision!r}: {error}") from error
+    return precision
