@@ -1,0 +1,82 @@
+"""Causal self-attention with rotary positions and grouped query heads, over fresh tokens or over a key-value cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.config import TransformerConfig
+from models.layers import linear, residual_linear, rotary
+from pallas_flash import flash_attention
+
+
+class Rows(NamedTuple):
+    """What is known about the rows of tokens [B, T] that a model is called with."""
+
+    offset: int | jax.Array = 0  # position of the first token, one for all rows or int [B]
+    lengths: jax.Array | None = None  # int [B]: how many of the T tokens are real; the padding is on the right
+    segment_ids: jax.Array | None = None  # int [B, T]: tokens see only tokens of their own segment
+
+    def positions(self, num_tokens: int) -> jax.Array:
+        """int [T], or [B, T] where each row has its own offset."""
+        return jnp.asarray(self.offset)[..., None] + jnp.arange(num_tokens)
+
+
+class KVCache(NamedTuple):
+    """The keys and values of one layer, allocated once: [B, capacity, K, H]; row j holds position j."""
+
+    key: jax.Array
+    value: jax.Array
+
+    @classmethod
+    def empty(cls, config: TransformerConfig, batch: int, capacity: int) -> KVCache:
+        shape = (batch, capacity, config.num_kv_heads, config.head_dim)
+        return cls(jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype))
+
+    def write(self, key: jax.Array, value: jax.Array, offset: int | jax.Array) -> KVCache:
+        """Put [B, T, K, H] at positions offset … offset + T - 1, which must be within the capacity."""
+        offsets = jnp.broadcast_to(jnp.asarray(offset), key.shape[0])
+        write_row = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice_in_dim(row, new, start, axis=0))
+        return KVCache(write_row(self.key, key, offsets), write_row(self.value, value, offsets))
+
+
+class Attention(nnx.Module):
+    """softmax(q k^T) v with `num_q_heads / num_kv_heads` query heads to each head of keys and values."""
+
+    def __init__(self, config: TransformerConfig, window: int | None, *, rngs: nnx.Rngs):
+        self.config = config
+        self.window = window
+        q_heads, kv_heads = (config.num_q_heads, config.head_dim), (config.num_kv_heads, config.head_dim)
+        self.query = linear(config, config.hidden_dim, q_heads, rngs=rngs)
+        self.key = linear(config, config.hidden_dim, kv_heads, rngs=rngs)
+        self.value = linear(config, config.hidden_dim, kv_heads, rngs=rngs)
+        self.out = residual_linear(config, q_heads, rngs=rngs)
+        # One logit a head that takes part in the denominator only: a place for attention that goes nowhere.
+        self.sinks = nnx.Param(jnp.zeros(config.num_q_heads)) if config.use_sinks else None
+
+    def __call__(self, x: jax.Array, rows: Rows, cache: KVCache | None) -> tuple[jax.Array, KVCache | None]:
+        """x: [B, T, hidden_dim]. With a cache, the tokens also attend to what it holds before `rows.offset`."""
+        positions = rows.positions(x.shape[1])
+        query = rotary(self.query(x), positions, self.config.rope_theta)
+        key = rotary(self.key(x), positions, self.config.rope_theta)
+        value = self.value(x)
+        if cache is not None:
+            cache = key, value = cache.write(key, value, rows.offset)
+        out = flash_attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            local_window_size=None if self.window is None else (self.window - 1, 0),
+            query_offset=rows.offset,
+            query_seq_lengths=rows.lengths,
+            key_value_seq_lengths=None if rows.lengths is None else rows.offset + rows.lengths,
+            segment_ids=rows.segment_ids,
+            logits_soft_cap=self.config.logits_soft_cap,
+            sinks=None if self.sinks is None else self.sinks[...],
+            implementation=self.config.attention,
+        )
+        return self.out(out), cache

@@ -1,0 +1,104 @@
+"""Every size and option of the model in one frozen dataclass, the presets, and the arithmetic of their cost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+COMPUTE_DTYPES = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """What a `Transformer` is.
+
+    `windows` gives each layer its sliding causal window: the number of most recent positions that a token attends to,
+    its own included, or None for all of them. It is cycled when it is shorter than the model, so that `(256, None)`
+    alternates local and global layers; None alone means no windows.
+    `attention` is the `implementation=` of `flash_attention`; None lets it choose.
+    `remat` recomputes each block in the backward pass and keeps only the results of its attention.
+
+    Raises ValueError for sizes that do not fit together.
+    """
+
+    vocab_size: int
+    num_layers: int
+    hidden_dim: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    windows: tuple[int | None, ...] | None = None
+    logits_soft_cap: float | None = None
+    use_sinks: bool = False
+    tie_embeddings: bool = True
+    compute_dtype: str = "bfloat16"
+    remat: bool = False
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "num_layers", "hidden_dim", "num_q_heads", "num_kv_heads", "head_dim", "mlp_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, for the rotary embedding, not {self.head_dim}")
+        if self.windows is not None and (not self.windows or any(w is not None and w < 1 for w in self.windows)):
+            raise ValueError(f"windows must name at least one window, each None or at least 1, not {self.windows}")
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"compute_dtype must be one of {COMPUTE_DTYPES}, not {self.compute_dtype!r}")
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of one layer."""
+        return None if self.windows is None else self.windows[layer % len(self.windows)]
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of one training step (forward and backward) per token, at sequences of `seq_len` tokens.
+
+        A multiply-add counts as two, the backward pass as twice the forward pass; attention counts the pairs that the
+        causal mask and the windows allow. What is recomputed does not count, as usual for the utilisation of a device.
+        """
+        q_dim, kv_dim = self.num_q_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        projections = self.hidden_dim * (2 * q_dim + 2 * kv_dim)
+        mlp = 3 * self.hidden_dim * self.mlp_dim
+        weights = self.num_layers * (projections + mlp) + self.hidden_dim * self.vocab_size
+        keys = sum(_mean_visible_keys(seq_len, self.window(layer)) for layer in range(self.num_layers))
+        return 3 * (2 * weights + 4 * q_dim * keys)
+
+
+def _mean_visible_keys(seq_len: int, window: int | None) -> float:
+    """The average over rows i = 0 … seq_len - 1 of min(i + 1, window)."""
+    window = seq_len if window is None else min(window, seq_len)
+    return window - window * (window - 1) / (2 * seq_len)
+
+
+PRESETS: dict[str, TransformerConfig] = {
+    # Trains in seconds on a CPU, where bfloat16 is slower than float32.
+    "tiny": TransformerConfig(
+        vocab_size=256,
+        num_layers=2,
+        hidden_dim=64,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        mlp_dim=128,
+        compute_dtype="float32",
+    ),
+    # The size of the smallest GPT-2.
+    "125m": TransformerConfig(
+        vocab_size=50_304, num_layers=12, hidden_dim=768, num_q_heads=12, num_kv_heads=12, head_dim=64, mlp_dim=2_048
+    ),
+    "1b": TransformerConfig(
+        vocab_size=50_304,
+        num_layers=16,
+        hidden_dim=2_048,
+        num_q_heads=16,
+        num_kv_heads=4,
+        head_dim=128,
+        mlp_dim=8_192,
+        rope_theta=500_000.0,
+        remat=True,
+    ),
+}

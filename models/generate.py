@@ -1,0 +1,157 @@
+"""Generation with a key-value cache: one pass over the prompts, then a token a step; compiled once for all lengths."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.attention import KVCache
+from models.transformer import Transformer
+
+
+class Sampling(NamedTuple):
+    """How a token is drawn; None switches a part off, and temperature None means the most likely token."""
+
+    temperature: jax.Array | float | None
+    top_k: jax.Array | int | None
+    top_p: jax.Array | float | None
+
+
+def generate(
+    model: Transformer,
+    prompts: jax.Array | np.ndarray,
+    prompt_lengths: jax.Array | np.ndarray,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: jax.Array | None = None,
+    eos_id: int | None = None,
+) -> jax.Array:
+    """Continue each prompt by `max_new_tokens` tokens.
+
+    prompts: int [B, T], padded on the right; prompt_lengths: int [B], each in 1 … T. Temperature 0 takes the most
+    likely token; otherwise tokens are drawn with `key` from the `top_k` most likely ones, and of these from the
+    smallest set whose probability reaches `top_p`. A row ends with its first `eos_id`, which fills the rest of it.
+    Returns the new tokens alone, int32 [B, max_new_tokens]. Runs outside of jit; what it compiles depends on the
+    shapes, on `max_new_tokens` and on which options are set, not on their values.
+
+    Raises ValueError for arguments out of range.
+
+        tokens = generate(model, prompts, lengths, max_new_tokens=32)
+        tokens = generate(model, prompts, lengths, max_new_tokens=32, temperature=0.8, top_p=0.95, key=key)
+    """
+    prompts, lengths = np.asarray(prompts), np.asarray(prompt_lengths)
+    _check_prompts(prompts, lengths, model.config.vocab_size)
+    _check_sampling(temperature, top_k, top_p, key)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    if eos_id is not None and not 0 <= eos_id < model.config.vocab_size:
+        raise ValueError(f"eos_id must be in 0 … {model.config.vocab_size - 1}, not {eos_id}")
+    if temperature == 0:
+        key, sampling = None, Sampling(None, None, None)
+    else:
+        sampling = Sampling(temperature, top_k, top_p)
+    prompts, lengths = prompts.astype(np.int32), lengths.astype(np.int32)
+    return _generate(model, prompts, lengths, key, sampling, eos_id, max_new_tokens=max_new_tokens)
+
+
+class _Loop(NamedTuple):
+    """What changes from step to step."""
+
+    step: jax.Array  # how many tokens have been drawn
+    tokens: jax.Array  # int32 [B, max_new_tokens]
+    done: jax.Array  # bool [B]
+    logits: jax.Array  # float32 [B, vocab_size], of the token to draw next
+    caches: list[KVCache]
+
+
+@functools.partial(jax.jit, static_argnames="max_new_tokens")
+def _generate(
+    model: Transformer,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    key: jax.Array | None,
+    sampling: Sampling,
+    eos_id: jax.Array | int | None,
+    *,
+    max_new_tokens: int,
+) -> jax.Array:
+    batch, prompt_len = prompts.shape
+
+    def draw(loop: _Loop) -> _Loop:
+        step_key = None if key is None else jax.random.fold_in(key, loop.step)
+        token = sample(loop.logits, step_key, sampling)
+        done = loop.done
+        if eos_id is not None:
+            token = jnp.where(done, eos_id, token)
+            done = done | (token == eos_id)
+        tokens = jax.lax.dynamic_update_slice_in_dim(loop.tokens, token[:, None], loop.step, axis=1)
+        return loop._replace(step=loop.step + 1, tokens=tokens, done=done)
+
+    def advance(loop: _Loop) -> _Loop:
+        last = jax.lax.dynamic_slice_in_dim(loop.tokens, loop.step - 1, 1, axis=1)
+        one = jnp.ones_like(lengths)
+        logits, caches = model.extend(last, loop.caches, offset=lengths + loop.step - 1, lengths=one)
+        return draw(loop._replace(logits=logits, caches=caches))
+
+    # The last token that is drawn is never fed back, so the caches need no room for it.
+    caches = model.empty_caches(batch, prompt_len + max_new_tokens - 1)
+    logits, caches = model.extend(prompts, caches, offset=0, lengths=lengths)
+    tokens = jnp.full((batch, max_new_tokens), 0 if eos_id is None else eos_id, jnp.int32)
+    loop = draw(_Loop(jnp.int32(0), tokens, jnp.zeros(batch, bool), logits, caches))
+    loop = jax.lax.while_loop(lambda loop: (loop.step < max_new_tokens) & ~loop.done.all(), advance, loop)
+    return loop.tokens
+
+
+def sample(logits: jax.Array, key: jax.Array | None, sampling: Sampling) -> jax.Array:
+    """Draw one token a row: float32 [B, vocab_size] -> int32 [B]. A key is needed unless the temperature is None."""
+    if sampling.temperature is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    descending = -jnp.sort(-logits, axis=-1)
+    if sampling.top_k is not None:
+        rank = jnp.arange(logits.shape[-1])
+        descending = jnp.where(rank < sampling.top_k, descending, -jnp.inf)
+    if sampling.top_p is not None:
+        probabilities = jax.nn.softmax(descending)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # 0 for the most likely token, which always stays
+        descending = jnp.where(before < sampling.top_p, descending, -jnp.inf)
+    if sampling.top_k is not None or sampling.top_p is not None:
+        smallest_kept = jnp.min(jnp.where(jnp.isfinite(descending), descending, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= smallest_kept, logits, -jnp.inf)
+    assert key is not None
+    return jax.random.categorical(key, logits).astype(jnp.int32)
+
+
+def _check_prompts(prompts: np.ndarray, lengths: np.ndarray, vocab_size: int) -> None:
+    for name, array, rank in (("prompts", prompts, 2), ("prompt_lengths", lengths, 1)):
+        if array.ndim != rank or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name} must be integers with {rank} axes, not {array.dtype}{list(array.shape)}")
+    if len(lengths) != len(prompts):
+        raise ValueError(
+            f"prompt_lengths must have an entry for each of the {len(prompts)} prompts, not {len(lengths)}"
+        )
+    if lengths.size and not (lengths.min() >= 1 and lengths.max() <= prompts.shape[1]):
+        raise ValueError(f"prompt_lengths must be in 1 … {prompts.shape[1]}, not {lengths}")
+    real = prompts[np.arange(prompts.shape[1]) < lengths[:, None]]
+    if real.size and not (real.min() >= 0 and real.max() < vocab_size):
+        raise ValueError(f"prompts must be in 0 … {vocab_size - 1}, not {real.min()} … {real.max()}")
+
+
+def _check_sampling(temperature: float, top_k: int | None, top_p: float | None, key: jax.Array | None) -> None:
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be finite and at least 0, not {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, not {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
+    if temperature == 0 and not (top_k is None and top_p is None):
+        raise ValueError(f"temperature must be above 0 for {top_k=} and {top_p=} to matter")
+    if temperature > 0 and key is None:
+        raise ValueError(f"key must be given to draw tokens at {temperature=}")

@@ -1,0 +1,103 @@
+"""The decoder-only transformer: embedding, blocks of attention and MLP, logits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.attention import Attention, KVCache, Rows
+from models.config import TransformerConfig
+from models.layers import SwiGLU, rms_norm
+from pallas_flash.autodiff import CHECKPOINT_NAMES
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
+        self.attention_norm = rms_norm(config, rngs=rngs)
+        self.attention = Attention(config, config.window(layer), rngs=rngs)
+        self.mlp_norm = rms_norm(config, rngs=rngs)
+        self.mlp = SwiGLU(config, rngs=rngs)
+
+    def __call__(self, x: jax.Array, rows: Rows, cache: KVCache | None = None) -> tuple[jax.Array, KVCache | None]:
+        attended, cache = self.attention(self.attention_norm(x), rows, cache)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+# The backward pass recomputes a block from its input, but the attention's output and softmax statistics are kept: they
+# are small (O(T)), and its forward pass is the part that is dear to run again (O(T^2)).
+@functools.partial(nnx.remat, policy=jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES))
+def remat_block(block: Block, x: jax.Array, lengths: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array:
+    return block(x, Rows(lengths=lengths, segment_ids=segment_ids))[0]
+
+
+class Transformer(nnx.Module):
+    """A causal language model with float32 parameters that computes in `config.compute_dtype`.
+
+    model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0))
+    logits = model(tokens)  # int32 [B, T] -> float32 [B, T, vocab_size]
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        embed = functools.partial(nnx.Embed, config.vocab_size, config.hidden_dim, dtype=config.compute_dtype)
+        self.embedding = embed(rngs=rngs)
+        self.blocks = nnx.List([Block(config, layer, rngs=rngs) for layer in range(config.num_layers)])
+        self.final_norm = rms_norm(config, rngs=rngs)
+        self.unembedding = None if config.tie_embeddings else embed(rngs=rngs)
+
+    def __call__(
+        self, tokens: jax.Array, segment_ids: jax.Array | None = None, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits of the next token at every position.
+
+        tokens: int [B, T]; segment_ids: int [B, T], tokens of different segments do not see each other; lengths:
+        int [B], only the first ones of each row are real (what the others give is not meant to be used).
+        Returns float32 [B, T, vocab_size].
+        """
+        x = self._embed(tokens)
+        for block in self.blocks:
+            if self.config.remat:
+                x = remat_block(block, x, lengths, segment_ids)
+            else:
+                x, _ = block(x, Rows(lengths=lengths, segment_ids=segment_ids))
+        return self._logits(x)
+
+    def extend(
+        self, tokens: jax.Array, caches: list[KVCache], *, offset: int | jax.Array, lengths: jax.Array
+    ) -> tuple[jax.Array, list[KVCache]]:
+        """Append tokens to sequences whose first `offset` tokens are in the caches, one a layer.
+
+        tokens: int [B, T], of which the first `lengths` [B] of each row are real (at least one).
+        Returns the logits after the last real token, float32 [B, vocab_size], and the caches.
+        """
+        x = self._embed(tokens)
+        rows, extended = Rows(offset=offset, lengths=lengths), []
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x, cache = block(x, rows, cache)
+            extended.append(cast(KVCache, cache))
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        return self._logits(last)[:, 0], extended
+
+    def empty_caches(self, batch: int, capacity: int) -> list[KVCache]:
+        """A cache for each layer that holds `capacity` positions."""
+        return [KVCache.empty(self.config, batch, capacity) for _ in self.blocks]
+
+    def num_parameters(self) -> int:
+        """How many weights there are; tied embeddings count once."""
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        # Rows of the table have length about 1, which suits the logits; the residual stream wants entries of size 1.
+        return self.embedding(tokens) * math.sqrt(self.config.hidden_dim)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        table = (self.unembedding or self.embedding).embedding[...].astype(x.dtype)
+        return jnp.einsum("bth,vh->btv", self.final_norm(x), table, preferred_element_type=jnp.float32)

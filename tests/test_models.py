@@ -1,0 +1,264 @@
+"""The transformer: what each part computes, what each option changes, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.attention import Attention, KVCache, Rows
+from models.config import PRESETS, TransformerConfig
+from models.layers import rotary
+from models.transformer import Transformer
+
+SMALL = TransformerConfig(
+    vocab_size=32,
+    num_layers=2,
+    hidden_dim=32,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=48,
+    compute_dtype="float32",
+)
+ALL_OPTIONS = {"windows": (5, None), "logits_soft_cap": 2.0, "use_sinks": True}
+
+
+def make(**changes) -> Transformer:
+    """A small model whose sinks are away from 0, where they start."""
+    model = Transformer(dataclasses.replace(SMALL, **changes), rngs=nnx.Rngs(0))
+    for i, block in enumerate(model.blocks):
+        if block.attention.sinks is not None:
+            block.attention.sinks[...] = jax.random.normal(jax.random.key(i), block.attention.sinks.shape)
+    return model
+
+
+def random_tokens(batch: int = 2, length: int = 19, seed: int = 0) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (batch, length), 0, SMALL.vocab_size)
+
+
+# These programs are small: compiling them is what takes time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@jit
+def logits_of(model: Transformer, tokens: jax.Array, segment_ids=None, lengths=None) -> jax.Array:
+    return model(tokens, segment_ids, lengths)
+
+
+@jit
+def extend(model: Transformer, tokens, caches, offset, lengths) -> tuple[jax.Array, list[KVCache]]:
+    return model.extend(tokens, caches, offset=offset, lengths=lengths)
+
+
+@jit
+def loss_and_gradients(model: Transformer, tokens: jax.Array) -> tuple[jax.Array, Transformer]:
+    def loss(model: Transformer) -> jax.Array:
+        log_probs = jax.nn.log_softmax(model(tokens)[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1))
+
+    return jax.value_and_grad(loss)(model)
+
+
+def assert_trees_close(actual, expected, *, relative: float) -> None:
+    """Each leaf within `relative` of its own largest entry."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        error, size = np.abs(a - b).max(), np.abs(b).max()
+        assert size > 0 and error <= relative * size, f"{jax.tree_util.keystr(path)}: {error} of {size}"
+
+
+def test_rotary_is_the_rotation_of_the_paper():
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 6)).astype(np.float32)
+    positions = np.array([[0, 1, 2, 3, 4], [7, 8, 9, 10, 1000]])
+    angles = positions[:, :, None, None] * 100.0 ** (-np.arange(3) / 3)
+    rotated = (x[..., :3] + 1j * x[..., 3:]) * np.exp(1j * angles)
+    expected = np.concatenate([rotated.real, rotated.imag], axis=-1)
+    np.testing.assert_allclose(rotary(jnp.asarray(x), jnp.asarray(positions), 100.0), expected, atol=2e-4)
+
+
+def test_rotary_scores_depend_on_distances_alone():
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
+    scores = [
+        jnp.sum(rotary(q, jnp.array([p + 5]), 1e4) * rotary(k, jnp.array([p]), 1e4), axis=-1) for p in (0, 3, 100)
+    ]
+    np.testing.assert_allclose(scores[1:], [scores[0]] * 2, rtol=1e-4)
+
+
+def test_rotary_of_bfloat16_is_rounded_once():
+    x = jax.random.normal(jax.random.key(0), (1, 8, 2, 16), jnp.bfloat16)
+    positions = 4000 + jnp.arange(8)
+    expected = rotary(x.astype(jnp.float32), positions, 1e4).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(rotary(x, positions, 1e4), expected)
+
+
+def test_attention_equals_the_formula():
+    config = dataclasses.replace(SMALL, windows=(4,), logits_soft_cap=1.5, use_sinks=True)
+    layer = Attention(config, 4, rngs=nnx.Rngs(0))
+    layer.sinks[...] = jnp.linspace(-1, 1, config.num_q_heads)
+    x = jax.random.normal(jax.random.key(1), (2, 9, config.hidden_dim))
+    positions = jnp.arange(9)
+    q, k = (rotary(p(x), positions, config.rope_theta) for p in (layer.query, layer.key))
+    k, v = (jnp.repeat(a, 2, axis=2) for a in (k, layer.value(x)))
+    scores = 1.5 * jnp.tanh(jnp.einsum("btnh,bsnh->bnts", q, k) / 8**0.5 / 1.5)
+    distance = positions[:, None] - positions
+    scores = jnp.where((distance >= 0) & (distance < 4), scores, -jnp.inf)
+    weights = jnp.exp(scores) / (jnp.exp(scores).sum(-1, keepdims=True) + jnp.exp(layer.sinks[...])[:, None, None])
+    expected = layer.out(jnp.einsum("bnts,bsnh->btnh", weights, v))
+    np.testing.assert_allclose(jit(lambda layer, x: layer(x, Rows(), None)[0])(layer, x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all_options"])
+def test_implementations_agree(options):
+    tokens = random_tokens()
+    loss, gradients = loss_and_gradients(make(attention=None, **options), tokens)
+    expected_loss, expected = loss_and_gradients(make(attention="reference", **options), tokens)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert_trees_close(gradients, expected, relative=1e-4)
+
+
+@pytest.mark.parametrize("option", ["windows", "logits_soft_cap", "use_sinks"])
+def test_every_option_changes_the_result(option):
+    tokens = random_tokens()
+    assert np.abs(logits_of(make(**{option: ALL_OPTIONS[option]}), tokens) - logits_of(make(), tokens)).max() > 1e-3
+
+
+def test_no_token_sees_later_ones():
+    model, tokens = make(**ALL_OPTIONS), random_tokens()
+    changed = tokens.at[:, 11].add(1) % SMALL.vocab_size
+    difference = np.abs(logits_of(model, tokens) - logits_of(model, changed)).max(axis=(0, 2))
+    assert (difference[:11] == 0).all() and (difference[11:] > 0).all()
+
+
+def test_a_window_of_w_reaches_w_tokens_the_own_one_included():
+    model, tokens = make(num_layers=1, windows=(4,)), random_tokens()
+    changed = tokens.at[:, 7].add(1) % SMALL.vocab_size
+    difference = np.abs(logits_of(model, tokens) - logits_of(model, changed)).max(axis=(0, 2))
+    assert np.flatnonzero(difference).tolist() == [7, 8, 9, 10]
+
+
+def test_packed_segments_equal_separate_rows():
+    model, tokens = make(**ALL_OPTIONS), random_tokens()
+    segment_ids = jnp.broadcast_to(jnp.where(jnp.arange(19) < 8, 1, 2), tokens.shape)
+    packed = logits_of(model, tokens, segment_ids)
+    second = jnp.roll(tokens, -8, axis=1)  # nothing that follows it reaches it
+    np.testing.assert_allclose(packed[:, :8], logits_of(model, tokens)[:, :8], atol=1e-4)
+    np.testing.assert_allclose(packed[:, 8:], logits_of(model, second)[:, :11], atol=1e-4)
+    assert np.abs(packed - logits_of(model, tokens))[:, 8:].max() > 1e-2
+
+
+def test_padded_rows_equal_short_rows():
+    model, tokens = make(**ALL_OPTIONS), random_tokens()
+    padded = logits_of(model, tokens, None, jnp.array([19, 6]))
+    other = logits_of(model, tokens.at[1, 6:].set(0), None, jnp.array([19, 6]))
+    expected = logits_of(model, tokens)
+    np.testing.assert_allclose(padded[0], expected[0], atol=1e-4)
+    np.testing.assert_allclose(padded[1, :6], expected[1, :6], atol=1e-4)
+    np.testing.assert_array_equal(other[:, :6], padded[:, :6])
+    assert np.isfinite(padded).all()
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters():
+    tokens = random_tokens()
+    model = make(compute_dtype="bfloat16", **ALL_OPTIONS)
+    logits = logits_of(model, tokens)
+    error = np.abs(logits - logits_of(make(**ALL_OPTIONS), tokens)).max()
+    assert logits.dtype == jnp.float32 and 1e-4 < error < 0.2
+    hidden = jax.eval_shape(lambda model: model.blocks[0](model._embed(tokens), Rows())[0], model)
+    assert hidden.dtype == jnp.bfloat16
+    for leaf in jax.tree.leaves((model, jax.eval_shape(loss_and_gradients, model, tokens)[1])):
+        assert leaf.dtype == jnp.float32
+
+
+def test_remat_changes_no_gradient():
+    tokens = random_tokens()
+    loss, gradients = loss_and_gradients(make(remat=True, **ALL_OPTIONS), tokens)
+    expected_loss, expected = loss_and_gradients(make(**ALL_OPTIONS), tokens)
+    np.testing.assert_array_equal(loss, expected_loss)
+    assert_trees_close(gradients, expected, relative=1e-5)
+
+
+def test_remat_keeps_what_attention_saves_and_nothing_else_of_a_block(capsys):
+    tokens, width = random_tokens(), SMALL.hidden_dim
+    residuals = {}
+    for layers in (1, 3):
+        model = make(remat=True, num_layers=layers)
+        jax.ad_checkpoint.print_saved_residuals(lambda model: model(tokens).sum(), model)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
+        residuals[layers] = Counter(line.split(" from ")[0] for line in lines)
+    of_two_blocks = residuals[3] - residuals[1]
+    kept = sorted(name.split(" ")[0] for name in of_two_blocks.elements())
+    assert kept == sorted(2 * ["f32[2,19,4,8]", "f32[2,4,19]", "f32[2,4,19]", f"f32[2,19,{width}]"])
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_forward_pass_of_attention_runs_once(remat):
+    tokens, model = random_tokens(), make(remat=remat, num_layers=1)
+    program = jax.jit(jax.grad(lambda model: model(tokens).sum())).lower(model).as_text()
+    assert program.count("call @forward") == 1 and program.count("call @backward") == 1
+
+
+def test_cache_rows_are_written_where_each_row_stands():
+    cache = KVCache.empty(SMALL, batch=2, capacity=6)
+    new = jnp.ones((2, 2, SMALL.num_kv_heads, SMALL.head_dim))
+    written = cache.write(new, 2 * new, jnp.array([0, 3]))
+    np.testing.assert_array_equal(written.key[:, :, 0, 0], [[1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 0]])
+    np.testing.assert_array_equal(written.value, 2 * written.key)
+
+
+def test_extending_ragged_caches_in_pieces_equals_one_pass():
+    model, tokens = make(**ALL_OPTIONS), random_tokens(length=19)
+    caches, offset = model.empty_caches(batch=2, capacity=16), jnp.zeros(2, jnp.int32)
+    expected = logits_of(model, tokens)
+    for lengths in ([4, 1], [4, 3], [1, 4], [3, 4]):
+        positions = offset[:, None] + jnp.arange(4)
+        piece = jnp.take_along_axis(tokens, positions, axis=1, mode="clip")
+        logits, caches = extend(model, piece, caches, offset, jnp.array(lengths))
+        offset += jnp.array(lengths)
+        np.testing.assert_allclose(logits, expected[jnp.arange(2), offset - 1], atol=1e-4)
+    assert offset.tolist() == [12, 12]
+
+
+@pytest.mark.parametrize("name, parameters", [("tiny", 90_432), ("125m", 123_587_328), ("1b", 1_076_168_704)])
+def test_presets_have_their_sizes(name, parameters):
+    model = nnx.eval_shape(lambda: Transformer(PRESETS[name], rngs=nnx.Rngs(0)))
+    assert model.num_parameters() == parameters
+
+
+@pytest.mark.parametrize("windows", [None, (3, None), (100,)])
+def test_flops_count_every_product(windows):
+    config, seq_len = dataclasses.replace(SMALL, windows=windows, tie_embeddings=False), 11
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    weights = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim > 1)
+    weights -= config.vocab_size * config.hidden_dim  # looked up, not multiplied
+    pairs = sum(
+        min(i + 1, config.window(layer) or seq_len) for layer in range(config.num_layers) for i in range(seq_len)
+    )
+    forward = 2 * weights * seq_len + 4 * pairs * config.num_q_heads * config.head_dim
+    assert config.flops_per_token(seq_len) == pytest.approx(3 * forward / seq_len)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_layers": 0}, "num_layers must be at least 1, not 0"),
+        ({"num_kv_heads": 3}, "must be a multiple of"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"windows": ()}, "windows"),
+        ({"windows": (4, 0)}, "windows"),
+        ({"compute_dtype": "float16"}, "compute_dtype must be one of"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **changes)
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="implementation"):
+        make(attention="no_such")(random_tokens())
