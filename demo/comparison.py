@@ -1,0 +1,159 @@
+"""What a training step costs with each attention: memory as compiled, time as measured, and the longest sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from demo.tasks import Batch
+from demo.training import Run
+from pallas_flash import explain
+
+MEASURED, OUT_OF_MEMORY, OVER_BUDGET = "measured", "out of memory", "over the budget"
+MAX_REPEATS = 5
+MIN_REPEATS = 2
+MEASURING_SECONDS = 1.5  # of one program, unless MIN_REPEATS takes longer
+LONGEST_TRIED = 2**24
+DEFAULT_CPU_BUDGET = 2 * 2**30
+
+
+class Memory(NamedTuple):
+    """Bytes that the compiled program needs on the device: scratch alone, and together with what goes in and out."""
+
+    temp: int
+    total: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """A row of the comparison: one training step on one sequence of `seq_len` tokens."""
+
+    implementation: str
+    seq_len: int
+    status: str  # MEASURED, OUT_OF_MEMORY or OVER_BUDGET (compiled but not run)
+    temp_bytes: int | None
+    total_bytes: int | None
+    seconds: float | None  # the median of some steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Longest:
+    """The longest power of two whose training step needs no more than the budget, as compiled; nothing is run."""
+
+    implementation: str
+    seq_len: int  # 0 where not even one token fits
+    total_bytes: int | None
+    too_long: int | None  # the next power of two, which does not fit; None where LONGEST_TRIED still fits
+    too_long_bytes: int | None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is the device saying that it has no memory left."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def device_budget() -> int:
+    """The memory of the first device where it says how much it has, else 2 GiB."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return int(stats.get("bytes_limit", DEFAULT_CPU_BUDGET))
+
+
+def chosen_implementation(run: Run) -> str | None:
+    """What `flash_attention` uses for this model: the name asked for, or the table's choice; None if there is none."""
+    config = run.config
+    query = np.zeros((1, 8, config.num_q_heads, config.head_dim), np.float32).astype(config.compute_dtype)
+    key = query[:, :, : config.num_kv_heads]
+    return explain(query, key, key, is_causal=True, implementation=config.attention).chosen
+
+
+def memory(program: jax.stages.Compiled) -> Memory:
+    """What the compiler reserved. Outputs that take the place of a donated input count once."""
+    analysis = program.memory_analysis()
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    temp = analysis.temp_size_in_bytes
+    return Memory(temp, analysis.argument_size_in_bytes + outputs + temp)
+
+
+def compiled_memory(run: Run, seq_len: int) -> Memory | None:
+    """Of a training step on one sequence; None where the compiler itself says that it cannot fit."""
+    try:
+        return memory(run.compile_step(1, seq_len))
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def measure(name: str, run: Run, seq_len: int, budget: int) -> Cost:
+    """Compile a training step on one sequence and time it, unless it needs more than the budget."""
+    needed = None
+    try:
+        program = run.compile_step(1, seq_len)
+        needed = memory(program)
+        if needed.total > budget:
+            return Cost(name, seq_len, OVER_BUDGET, needed.temp, needed.total, None)
+        return Cost(name, seq_len, MEASURED, needed.temp, needed.total, _median_seconds(run, program, seq_len))
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        temp, total = needed or (None, None)
+        return Cost(name, seq_len, OUT_OF_MEMORY, temp, total, None)
+
+
+def _median_seconds(run: Run, program: jax.stages.Compiled, seq_len: int) -> float:
+    rng = np.random.default_rng(run.seed)
+    tokens = rng.integers(run.task.vocab_size, size=(1, seq_len), dtype=np.int32)
+    batch = Batch(tokens, np.roll(tokens, -1, axis=1), np.ones(tokens.shape, np.float32))
+    state = jax.block_until_ready(program(run.initial_state(), batch))  # the first call warms up
+    seconds: list[float] = []
+    while len(seconds) < MAX_REPEATS and (len(seconds) < MIN_REPEATS or sum(seconds) < MEASURING_SECONDS):
+        begin = time.perf_counter()
+        state = jax.block_until_ready(program(state, batch))
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def longest_sequence(name: str, run: Run, budget: int, measured: Sequence[Cost]) -> Longest:
+    """Search among the powers of two, beginning where the rows already measured say that the budget ends."""
+    totals = {row.seq_len: row.total_bytes for row in measured if row.total_bytes is not None}
+
+    def total(seq_len: int) -> int | None:
+        if seq_len not in totals:
+            needed = compiled_memory(run, seq_len)
+            totals[seq_len] = needed.total if needed else None
+        return totals[seq_len]
+
+    def fits(seq_len: int) -> bool:
+        needed = total(seq_len)
+        return needed is not None and needed <= budget
+
+    seq_len = _first_guess(totals, budget)
+    while seq_len >= 1 and not fits(seq_len):
+        seq_len //= 2
+    if seq_len == 0:
+        return Longest(name, 0, None, 1, total(1))
+    while seq_len < LONGEST_TRIED and fits(2 * seq_len):
+        seq_len *= 2
+    if seq_len == LONGEST_TRIED:
+        return Longest(name, seq_len, total(seq_len), None, None)
+    return Longest(name, seq_len, total(seq_len), 2 * seq_len, total(2 * seq_len))
+
+
+def _first_guess(totals: dict[int, int | None], budget: int) -> int:
+    """The power of two below the budget if memory goes on growing as between the two longest rows."""
+    known = sorted((seq_len, total) for seq_len, total in totals.items() if total)
+    if not known:
+        return 1024
+    long, more = known[-1]
+    order = 1.0
+    if len(known) > 1:
+        short, less = known[-2]
+        order = max(order, np.log(more / less) / np.log(long / short))
+    guess = long * (budget / more) ** (1.0 / order)
+    return min(LONGEST_TRIED, 2 ** max(0, int(np.log2(guess))))
