@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
 from pallas_flash.spec import Array
 
 # Operations whose printed form does not determine what they do: two of them are equal only if the functions are.
 _OPAQUE = ("custom_jvp_call", "custom_vjp_call", "callback", "ffi_call", "pallas_call")
+
+
+PLACE = {"batch": np.int32, "head": np.int32, "q_pos": np.int32, "kv_pos": np.int32}  # arguments that say where
 
 
 class Elementwise:
@@ -44,7 +49,22 @@ class Elementwise:
         return result.reshape(shape)
 
 
-def trace(fn: Callable[..., Any], *dtypes: Any) -> tuple[Elementwise, tuple[Array, ...]]:
-    """Trace `fn` at scalars of these dtypes. Returns its program and the arrays that it captured."""
-    closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
-    return Elementwise(fn, closed.jaxpr), tuple(jnp.asarray(const) for const in closed.consts)
+def trace(
+    name: str, function: Callable[..., Any], arguments: dict[str, Any], result: Any
+) -> tuple[Elementwise, tuple[Array, ...]]:
+    """Trace `function` at scalars: arguments and result by dtype. Returns its program and the arrays that it captured.
+
+    Raises ValueError, under the argument's `name`, for what is no such function.
+    """
+    wanted = f"{name} must be a function ({', '.join(arguments)}) of scalars that returns one {np.dtype(result)} scalar"
+    if not callable(function):
+        raise ValueError(f"{wanted}, not {function!r}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{wanted}: {error}") from error
+    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), dtype) for dtype in arguments.values()))
+    returned: list[Any] = [var.aval for var in closed.jaxpr.outvars]
+    if len(returned) != 1 or returned[0].shape != () or returned[0].dtype != result:
+        raise ValueError(f"{wanted}, not {', '.join(map(str, returned)) or None}")
+    return Elementwise(function, closed.jaxpr), tuple(jnp.asarray(const) for const in closed.consts)

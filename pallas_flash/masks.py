@@ -313,10 +313,5 @@ def predicate(function: Callable[..., Any]) -> Mask:
 
     masks.predicate(lambda b, h, q, k: (q - k) % stride[h] == 0)
     """
-    if not callable(function):
-        raise ValueError(f"predicate: function must be callable, not {function!r}")
-    traced, captures = elementwise.trace(function, *[jnp.int32] * 4)
-    outputs = traced.jaxpr.outvars
-    if len(outputs) != 1 or outputs[0].aval.shape != () or outputs[0].aval.dtype != np.bool_:
-        raise ValueError(f"predicate: function must return one bool scalar, not {[str(o.aval) for o in outputs]}")
+    traced, captures = elementwise.trace("masks.predicate", function, elementwise.PLACE, np.bool_)
     return _mask(Predicate(traced), *captures)

@@ -13,9 +13,9 @@ from pallas_flash.spec import Array, accumulator_dtype
 
 
 def group(x: Array, num_kv_heads: int) -> Array:
-    """[B, N, t, d] -> [B, K, N/K * t, d]: the query heads that share a key head become rows of one matrix."""
+    """[B, N, t, d] -> [B, K, N/K, t, d]: the query heads that share a key head, beside each other."""
     batch, num_heads, rows, width = x.shape
-    return x.reshape(batch, num_kv_heads, num_heads // max(num_kv_heads, 1) * rows, width)
+    return x.reshape(batch, num_kv_heads, num_heads // max(num_kv_heads, 1), rows, width)
 
 
 def finite_part(x: Array) -> Array:
@@ -58,7 +58,7 @@ def scores(q: Array, k: Array, precision: Any, junk: Array | None = None) -> Arr
     """
 
     def product(q: Array, k: Array) -> Array:
-        return dot("bktd,bksd->bkts", q, k, precision)
+        return dot("bkgtd,bksd->bkgts", q, k, precision)
 
     def careful(q: Array, k: Array) -> Array:
         clean, value = product(finite_part(q), finite_part(k)), lax.stop_gradient(product(q, k))
@@ -72,7 +72,7 @@ def scores(q: Array, k: Array, precision: Any, junk: Array | None = None) -> Arr
 def sum_over_keys(weights: Array, x: Array, live: Array | None, precision: Any, junk: Array) -> Array:
     """Sum of weights[i, j] * x[j] over the live pairs: [B, N, t, s], [B, K, s, d] -> [B, N, t, d]."""
     rows = (*weights.shape[:3], x.shape[3])
-    return _live_sum("bkts,bksd->bktd", weights, x, live, precision, junk, x.shape[1]).reshape(rows)
+    return _live_sum("bkgts,bksd->bkgtd", weights, x, live, precision, junk, x.shape[1]).reshape(rows)
 
 
 def sum_over_queries(
@@ -80,7 +80,7 @@ def sum_over_queries(
 ) -> Array:
     """Sum of weights[i, j] * x[i] over the live pairs and over the heads of a group: [B, N, t, s], [B, N, t, d] ->
     [B, K, s, d]."""
-    return _live_sum("bkts,bktd->bksd", weights, group(x, num_kv_heads), live, precision, junk, num_kv_heads)
+    return _live_sum("bkgts,bkgtd->bksd", weights, group(x, num_kv_heads), live, precision, junk, num_kv_heads)
 
 
 def _live_sum(

@@ -80,7 +80,7 @@ def _ranges(parts: Any, offset: Any, shapes: Shapes, blocks: tuple[int, int], of
         )
     start, end, full_start, full_end = xp.broadcast_arrays(start + 0 * row_lo, end, full_start, full_end)
     empty, some_full = end <= start, full_end > full_start
-    end = xp.where(empty, start, end)
+    start, end = xp.where(empty, 0, start), xp.where(empty, 0, end)
     full_end = xp.where(some_full & ~empty, xp.minimum(full_end, end), end)
     full_start = xp.where(some_full & ~empty, xp.maximum(full_start, start), end)
     return TileRanges(start, end, full_start, full_end)

@@ -303,13 +303,7 @@ def _score_mod(
 ) -> tuple[elementwise.Elementwise | None, tuple[Array, ...]]:
     if function is None:
         return None, ()
-    wanted = f"a function (score, batch, head, q_pos, kv_pos) -> score of scalars, returning {np.dtype(dtype)}[]"
-    _require(callable(function), "score_mod", function, wanted)
-    traced, captures = elementwise.trace(function, dtype, *[jnp.int32] * 4)
-    outputs = [var.aval for var in traced.jaxpr.outvars]
-    fits = len(outputs) == 1 and outputs[0].shape == () and outputs[0].dtype == dtype
-    _require(fits, "score_mod", [str(o) for o in outputs], wanted)
-    return traced, captures
+    return elementwise.trace("score_mod", function, {"score": dtype} | elementwise.PLACE, dtype)
 
 
 def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:

@@ -118,9 +118,10 @@ class Call(NamedTuple):
                     live = owned if live is None else live & owned
         return Tile(index, live)
 
-    def zeros(self, *shape: int, fill: float = 0.0) -> Array:
-        """A constant to start a loop with. Inside shard_map it varies over the same mesh axes as the operands."""
-        return vary(jnp.full(shape, fill, accumulator_dtype(self.q.dtype)), varying_axes(self.operands))
+    def zeros_like(self, array: Array) -> Array:
+        """What a loop's sum begins with: sharded as the array is, and inside shard_map varying as the operands do."""
+        zeros = jnp.zeros_like(array, dtype=accumulator_dtype(self.q.dtype))
+        return vary(zeros, varying_axes(self.operands))
 
 
 def _rows(array: Array, rows: Slice) -> Array:
@@ -133,8 +134,9 @@ def _set_rows(array: Array, value: Array, rows: Slice) -> Array:
 
 def _add_tile(array: Array, value: Array, q_slice: Slice, kv_slice: Slice) -> Array:
     """Add a tile's share to an array over [1|B, 1|N, 1|T, 1|S]; an axis of size 1 collects all tiles."""
-    q_start, kv_start = (0 if array.shape[axis] == 1 else x.start for axis, x in ((2, q_slice), (3, kv_slice)))
-    start = (0, 0, q_start, kv_start)
+    zero = jnp.int32(0)
+    q_start, kv_start = (zero if array.shape[axis] == 1 else x.start for axis, x in ((2, q_slice), (3, kv_slice)))
+    start = (zero, zero, q_start, kv_start)
     old = lax.dynamic_slice(array, start, value.shape)
     return lax.dynamic_update_slice(array, old + value, start)
 
@@ -147,12 +149,9 @@ class SoftmaxState(NamedTuple):
 
 def forward(spec: AttentionSpec, operands: Operands) -> Forward:
     call = Call.prepare(spec, operands)
-    batch, q_len, _, num_q_heads, _, _, value_head_dim = operands.shapes
-    state = SoftmaxState(
-        call.zeros(batch, num_q_heads, q_len, fill=-jnp.inf),
-        call.zeros(batch, num_q_heads, q_len),
-        call.zeros(batch, num_q_heads, q_len, value_head_dim),
-    )
+    row_zeros = call.zeros_like(call.q.sum(axis=-1))
+    acc = jnp.broadcast_to(row_zeros[..., None], (*row_zeros.shape, operands.shapes.value_head_dim))
+    state = SoftmaxState(m=row_zeros - jnp.inf, l=row_zeros, acc=acc)
     m, l, acc = _visit(partial(_forward_step, call), state, spec, call.blocks)  # noqa: E741
     max_logit = jnp.max(m, axis=-1, initial=-jnp.inf) if spec.return_max_logit else None
     if operands.sinks is not None:  # joins once the maximum over all keys is known
@@ -210,10 +209,7 @@ def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cota
     rows = _backward_rows(residuals, cotangents)
     call = Call.prepare(spec, operands, rows.dout)
     inputs = ScoreInputs(operands.scale, operands.score_mod, operands.bias)
-    zeros_like = lambda x: call.zeros(*x.shape)  # noqa: E731
-    state = GradientState(
-        zeros_like(call.q), zeros_like(call.k), zeros_like(call.v), jax.tree.map(zeros_like, scores.split(inputs)[0])
-    )
+    state = GradientState(*jax.tree.map(call.zeros_like, (call.q, call.k, call.v, scores.split(inputs)[0])))
     state = _visit(partial(_backward_step, call, rows), state, spec, call.blocks)
     dq, dk, dv = (
         jnp.swapaxes(x, 1, 2).astype(operand.dtype)
