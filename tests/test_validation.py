@@ -1,0 +1,178 @@
+"""Every wrong argument is refused by name, with what came and what is wanted; every name works under tracing."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_flash
+from pallas_flash import explain, flash_attention, masks, reference_attention
+
+Q = jnp.zeros((2, 5, 6, 8))
+K = jnp.zeros((2, 7, 3, 8))
+V = jnp.zeros((2, 7, 3, 4))
+
+nan, inf = float("nan"), float("inf")
+
+# argument: values that are wrong beside Q, K, V.
+WRONG: dict[str, list[Any]] = {
+    "query": [jnp.zeros((2, 5, 6, 8), jnp.int32), jnp.zeros((6, 8)), "q", None, jnp.zeros((2, 5, 6, 8), jnp.complex64)],
+    "key": [jnp.zeros((2, 7, 3, 9)), jnp.zeros((3, 7, 3, 8)), jnp.zeros((7, 3, 8)), jnp.zeros((2, 7, 3, 8), bool)],
+    "value": [jnp.zeros((2, 8, 3, 4)), jnp.zeros((2, 7, 6, 4)), jnp.zeros((2, 7, 3)), jnp.zeros((2, 7, 3, 4), np.int8)],
+    "bias": [np.ones((5, 7), bool), np.ones((5, 7), np.int32), np.ones((5, 6), np.float32), np.ones((3, 1, 5, 7)), "b"],
+    "mask": [
+        np.ones((5, 7), np.int32), np.ones((5, 7), np.float32), np.where(np.eye(5, 7), 0, -inf), np.ones((7, 5), bool),
+        np.ones((2, 3, 5, 7), bool), np.ones((2, 2, 6, 5, 7), bool), 1, lambda b, h, i, j: i >= j,
+    ],
+    "scale": [nan, inf, "1", True, np.ones(3, np.float32), jnp.int32(1), 1j],
+    "is_causal": [1, None, "yes", np.ones(2, bool)],
+    "query_seq_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0],
+    "key_value_seq_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), np.ones(2, bool), [1.5, 2.5]],
+    "local_window_size": [-2, (-2, 0), (0, -3), (1, 2, 3), 1.5, (0.5, 1), "wide", True, (True, False), ()],
+    "query_offset": [1.5, np.ones(3, np.int32), np.ones(2, np.float32), None, True, 2**31],
+    "segment_ids": [
+        np.ones(7, np.int32), np.ones((2, 7), np.int32), np.ones((2, 7), np.float32), np.ones((2, 3, 7), np.int32),
+        (np.ones((2, 5), np.int32),), (np.ones((2, 7), np.int32), np.ones((2, 5), np.int32)), (None, None),
+        (np.ones((2, 5), np.int32), np.ones((2, 7))), (np.ones((2, 5), np.int32), None), "ids",
+    ],
+    "logits_soft_cap": [0.0, 0, -5.0, inf, nan, "5", True, np.ones(2)],
+    "sinks": [np.ones(3, np.float32), np.ones(6, np.int32), np.ones((1, 6), np.float32), 1.0, "s"],
+    "score_mod": [3, lambda s: s, lambda s, b, h, i, j: (s, s), lambda s, b, h, i, j: s > 0,
+                  lambda s, b, h, i, j: jnp.ones(3) * s, lambda s, b, h, i, j: s.astype(jnp.bfloat16)],
+    "dropout_rate": [-0.1, nan, 1.0, 1.5, "0.1", True, None, np.ones(2)],
+    "precision": ["most", 7, ("high",) * 3, object()],
+    "deterministic": [None, 1, "no"],
+    "return_residual": [None, 1, "no"],
+    "return_max_logit": [None, 0, "no"],
+    "implementation": ["cudnn", "", 3, "XLA", ("xla",)],
+}  # fmt: skip
+
+CASES = [(name, i) for name, values in WRONG.items() for i in range(len(values))]
+
+
+@pytest.mark.parametrize(("name", "number"), CASES)
+def test_wrong_arguments_are_refused_by_name(name: str, number: int) -> None:
+    arguments = {"query": Q, "key": K, "value": V, "dropout_key": jax.random.key(0)} | {name: WRONG[name][number]}
+    for implementation in (None, "reference"):
+        with pytest.raises(ValueError, match=name):
+            flash_attention(**{"implementation": implementation} | arguments)
+
+
+def test_every_argument_has_wrong_values() -> None:
+    assert set(inspect.signature(flash_attention).parameters) == set(WRONG) | {"dropout_key"}
+
+
+def test_dropout_needs_a_key() -> None:
+    two = jax.random.split(jax.random.key(0), 2)
+    for key in (None, 3, "key", two, np.zeros(2, np.float32), np.zeros((2, 2), np.uint32)):
+        with pytest.raises(ValueError, match="dropout_key"):
+            flash_attention(Q, K, V, dropout_rate=0.1, dropout_key=key)
+    with pytest.raises(ValueError, match="dropout_rate"):
+        jax.jit(lambda rate: flash_attention(Q, K, V, dropout_rate=rate, dropout_key=jax.random.key(0)))(0.1)
+
+
+def test_no_mixture_of_dtypes() -> None:
+    """Refused at the call, naming all three (D11)."""
+    dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
+    for a, b, c in itertools.product(dtypes, repeat=3):
+        if not a == b == c:
+            with pytest.raises(ValueError, match=f"query.*key.*value.*{a.dtype}.*{b.dtype}.*{c.dtype}"):
+                flash_attention(Q.astype(a), K.astype(b), V.astype(c))
+        else:
+            assert flash_attention(Q.astype(a), K.astype(b), V.astype(c)).dtype == a
+
+
+def test_head_counts() -> None:
+    for heads, kv_heads in ((3, 0), (3, 2), (2, 3)):
+        with pytest.raises(ValueError, match=f"N={heads}.*K={kv_heads}"):
+            flash_attention(jnp.zeros((1, 5, heads, 4)), *[jnp.zeros((1, 5, kv_heads, 4))] * 2)
+
+
+def test_a_head_dim_of_zero_needs_a_scale() -> None:
+    with pytest.raises(ValueError, match="scale"):
+        flash_attention(jnp.zeros((1, 5, 1, 0)), jnp.zeros((1, 5, 1, 0)), jnp.zeros((1, 5, 1, 4)))
+
+
+def test_masks_that_do_not_fit_are_refused_by_name() -> None:
+    wrong = {
+        "segment_ids": masks.segments(np.zeros((2, 6), np.int32)),
+        "key_value_seq_lengths": masks.lengths(key_value=np.zeros(3, np.int32)),
+        "query_seq_lengths": masks.lengths(np.zeros((2, 2), np.int32)),
+        "prefix": masks.prefix_lm(np.zeros(3, np.int32)),
+    }
+    for name, mask in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            flash_attention(Q, K, V, mask=mask)
+
+
+def test_messages_say_what_came_and_what_is_wanted() -> None:
+    with pytest.raises(ValueError, match=r"mask must be a bool array.*int32\[5, 7\]"):
+        flash_attention(Q, K, V, mask=np.ones((5, 7), np.int32))
+    with pytest.raises(ValueError, match=r"bias must be broadcastable to.*\[2, 6, 5, 7\].*float32\[4, 7\]"):
+        flash_attention(Q, K, V, bias=np.ones((4, 7), np.float32))
+    with pytest.raises(ValueError, match="xla"):
+        flash_attention(Q, K, V, implementation="triton")
+
+
+def test_numpy_and_weakly_typed_inputs() -> None:
+    q, k, v = (np.random.default_rng(0).normal(size=x.shape).astype(np.float32) for x in (Q, K, V))
+    want = flash_attention(*map(jnp.asarray, (q, k, v)))
+    np.testing.assert_array_equal(flash_attention(q, k, v), want)
+    scalars = {
+        "scale": np.float32(0.3), "local_window_size": np.int64(3), "query_offset": np.int32(2), "is_causal": np.True_,
+        "logits_soft_cap": np.float32(2), "query_seq_lengths": 4, "key_value_seq_lengths": [3, 7],
+    }  # fmt: skip
+    plain = scalars | {"scale": 0.3, "local_window_size": 3, "query_offset": 2, "logits_soft_cap": 2.0}
+    np.testing.assert_allclose(flash_attention(q, k, v, **scalars), flash_attention(q, k, v, **plain), rtol=1e-6)
+
+
+def test_the_signature_is_a_superset_of_jax() -> None:
+    """The positional order and every keyword of jax.nn.dot_product_attention, defaults included (K11)."""
+    ours, theirs = (inspect.signature(f).parameters for f in (flash_attention, jax.nn.dot_product_attention))
+    positional = [name for name, p in theirs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
+    for name, parameter in theirs.items():
+        assert ours[name].default == parameter.default
+
+
+def test_heads_first_tensors_are_warned_of() -> None:
+    x = jnp.zeros((1, 8, 256, 16))
+    with pytest.warns(UserWarning, match=r"\[\*B, T, N, H\]"):
+        jax.eval_shape(flash_attention, x, x, x)
+
+
+def test_traced_arguments_are_never_looked_at() -> None:
+    """All arrays as tracers, under jit, eval_shape, vmap and scan (G15)."""
+    arrays = {
+        "scale": jnp.float32(0.5), "sinks": jnp.zeros(6), "query_seq_lengths": jnp.array([3, 5]),
+        "key_value_seq_lengths": jnp.array([7, 2]), "query_offset": jnp.array([0, 3]), "bias": jnp.zeros((5, 7)),
+        "mask": jnp.ones((5, 7), bool), "segment_ids": (jnp.zeros((2, 5), jnp.int32), jnp.zeros((2, 7), jnp.int32)),
+    }  # fmt: skip
+    attend = lambda arrays: flash_attention(Q, K, V, is_causal=True, local_window_size=(3, 1), **arrays)  # noqa: E731
+    assert jax.jit(attend)(arrays).shape == jax.eval_shape(attend, arrays).shape == (2, 5, 6, 4)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), arrays)
+    assert jax.vmap(attend)(stacked).shape == jax.lax.scan(lambda c, a: (c, attend(a)), 0, stacked)[1].shape
+
+
+def test_explain_names_every_implementation() -> None:
+    for name in (None, "xla", "reference"):
+        explanation = explain(Q, K, V, is_causal=True, implementation=name)
+        assert {verdict.name for verdict in explanation.verdicts} >= {"xla", "reference"}
+        assert all(verdict.reason for verdict in explanation.verdicts)
+        assert explanation.chosen is not None
+        assert all(verdict.name in str(explanation) for verdict in explanation.verdicts)
+        if name is not None:
+            assert explanation.chosen == name
+    with pytest.raises(ValueError, match="bias"):
+        explain(Q, K, V, bias=np.ones((5, 7), bool))
+
+
+def test_public_names() -> None:
+    assert set(pallas_flash.__all__) >= {"flash_attention", "reference_attention", "explain", "masks"}
+    np.testing.assert_array_equal(reference_attention(Q, K, V + 1), jnp.ones((2, 5, 6, 4)))
