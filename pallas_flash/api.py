@@ -41,9 +41,10 @@ def flash_attention(
     """Exact attention that never stores the score matrix: query [*B, T, N, H], sequence before heads.
 
     For each query, softmax(logits) @ value over the keys it may attend to, where
-    logits = soft_cap(score_mod(scale * query.key)) + bias. Takes every call that `jax.nn.dot_product_attention` takes,
-    in the same layout and with the same result. Differentiable in query, key, value, bias, sinks, an array `scale` and
-    the float arrays that score_mod captures; between the passes only the output and two numbers a row (m, l) are kept.
+    logits = soft_cap(score_mod(scale * query.key)) + bias. Floating-point calls of `jax.nn.dot_product_attention` work
+    unchanged and give the same result, fully masked rows and a window of -1 aside. Differentiable in query, key, value,
+    bias, sinks, an array `scale` and the float arrays that score_mod captures; between the passes only the output and
+    two numbers a row (m, l) are kept.
 
     Positions: query row i stands at `query_offset + i` among the keys, key j at j. The default, 0, aligns top-left;
     pass S - T for bottom-right, or the number of cached tokens for decoding.
@@ -56,8 +57,8 @@ def flash_attention(
       key: [*B, S, K, H] in query's dtype; N a multiple of K (grouped-query attention).
       value: [*B, S, K, Hv] in query's dtype; Hv may differ from H.
       bias: floating, broadcastable to [*B, N, T, S]; added after scale and soft cap. -inf means "may not attend".
-      mask: bool, broadcastable to [*B, N, T, S] (True: may attend), or a `pallas_flash.masks.Mask`, whose tiles are
-        skipped where it allows nothing. All that restricts attention is intersected.
+      mask: bool, broadcastable to [*B, N, T, S] (True: may attend), or a `pallas_flash.masks.Mask`, by which tiles that
+        allow nothing are skipped. All that restricts attention is intersected.
       scale: number, or a scalar array; 1 / sqrt(H) by default.
       is_causal: a key is attended to only if it does not stand behind the query's position.
       query_seq_lengths: int, [*B] or a scalar. Query rows from there on attend to nothing. Clamped to [0, T].
@@ -137,7 +138,7 @@ def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> dis
 
 
 def _without_vjp(call: Canonical) -> Output:
-    residuals, max_logit = reference.forward(call.spec, call.operands)
+    residuals, max_logit = autodiff.compiled(reference.forward)(call.spec, call.operands)
     return Output(residuals.out, autodiff.log_sum_exp(residuals.m, residuals.l), max_logit)
 
 

@@ -80,14 +80,14 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _run(choice: Choice, method: str, spec: AttentionSpec, *arrays: Any) -> Any:
-    cuda, default = (partial(_compiled(getattr(implementation, method)), spec) for implementation in choice)
+    cuda, default = (partial(compiled(getattr(implementation, method)), spec) for implementation in choice)
     if choice.cuda is choice.default:
         return default(*arrays)
     return lax.platform_dependent(*arrays, cuda=cuda, default=default)
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """One program for equal specs and shapes, also where the caller does not jit."""
     return jax.jit(function, static_argnums=0)
 

@@ -83,6 +83,7 @@ def explain(
     spec: AttentionSpec, operands: Operands, capability: tuple[int, int] | None, name: str | None = None
 ) -> Explanation:
     """Go down the table for a device: an NVIDIA GPU of this capability, or (None) anything else."""
+    _check_name(name)
     verdicts: list[Verdict] = []
     found = False
     for entry in TABLE:
@@ -94,12 +95,17 @@ def explain(
         chosen = reason is None and not found
         found |= chosen
         verdicts.append(Verdict(entry.name, chosen, reason or (entry.rank if chosen else "comes after the chosen one")))
-    device = f"an NVIDIA GPU of compute capability {_version(capability)}" if capability else "any other device"
+    device = f"an NVIDIA GPU of compute capability {_version(capability)}" if capability else "a device without CUDA"
     return Explanation(device, tuple(verdicts))
 
 
 def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
+
+
+def _check_name(name: str | None) -> None:
+    if name is not None and name not in names():
+        raise ValueError(f"implementation must be None or one of {', '.join(names())}, not {name!r}")
 
 
 def _obstacle(entry: Entry, spec: AttentionSpec, operands: Operands, capability: tuple[int, int] | None) -> str | None:
@@ -127,9 +133,8 @@ def _chosen(explanation: Explanation) -> Implementation:
 
 
 def _by_name(spec: AttentionSpec, operands: Operands, name: str) -> Choice:
-    entry = next((entry for entry in TABLE if entry.name == name), None)
-    if entry is None:
-        raise ValueError(f"implementation must be None or one of {', '.join(names())}, not {name!r}")
+    _check_name(name)
+    entry = next(entry for entry in TABLE if entry.name == name)
     reason = entry.implementation.unsupported(spec, operands)
     if reason is not None:
         raise NotImplementedError(f"implementation={name!r} cannot compute this call: {reason}")

@@ -16,7 +16,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from flax.nnx.nn.dtypes import promote_dtype as default_promote_dtype
+
+try:
+    from flax.nnx.nn.dtypes import promote_dtype as default_promote_dtype
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('pallas_flash.flax needs Flax: pip install "pallas-flash[flax]"') from error
 
 from pallas_flash.api import flash_attention
 from pallas_flash.masks import Mask

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 
 import flax.linen as linen
@@ -54,8 +53,7 @@ class Layer:
 def out_and_gradients(function, *args) -> tuple:
     """The output, and the gradients of all arguments for a random cotangent."""
 
-    # The programs are small: compiling them is what takes time.
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @jax.jit
     def run(*args):
         out, vjp = jax.vjp(function, *args)
         return out, *vjp(random(*out.shape, seed=1, dtype=out.dtype))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter
 
 import jax
@@ -43,21 +42,17 @@ def random_tokens(batch: int = 2, length: int = 19, seed: int = 0) -> jax.Array:
     return jax.random.randint(jax.random.key(seed), (batch, length), 0, SMALL.vocab_size)
 
 
-# These programs are small: compiling them is what takes time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@jit
+@jax.jit
 def logits_of(model: Transformer, tokens: jax.Array, segment_ids=None, lengths=None) -> jax.Array:
     return model(tokens, segment_ids, lengths)
 
 
-@jit
+@jax.jit
 def extend(model: Transformer, tokens, caches, offset, lengths) -> tuple[jax.Array, list[KVCache]]:
     return model.extend(tokens, caches, offset=offset, lengths=lengths)
 
 
-@jit
+@jax.jit
 def loss_and_gradients(model: Transformer, tokens: jax.Array) -> tuple[jax.Array, Transformer]:
     def loss(model: Transformer) -> jax.Array:
         log_probs = jax.nn.log_softmax(model(tokens)[:, :-1])
@@ -110,7 +105,7 @@ def test_attention_equals_the_formula():
     scores = jnp.where((distance >= 0) & (distance < 4), scores, -jnp.inf)
     weights = jnp.exp(scores) / (jnp.exp(scores).sum(-1, keepdims=True) + jnp.exp(layer.sinks[...])[:, None, None])
     expected = layer.out(jnp.einsum("bnts,bsnh->btnh", weights, v))
-    np.testing.assert_allclose(jit(lambda layer, x: layer(x, Rows(), None)[0])(layer, x), expected, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(lambda layer, x: layer(x, Rows(), None)[0])(layer, x), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, ALL_OPTIONS], ids=["plain", "all_options"])

@@ -316,6 +316,7 @@ def test_batch_dimensions(implementation: str) -> None:
     assert part.out.shape == (2, 5, 6, 6)
 
 
+@pytest.mark.usefixtures("fully_optimised")
 def test_float32_accuracy_of_xla() -> None:
     """T = S = 2048, H = 64: below 1e-6 from float64."""
     rng = np.random.default_rng(7)

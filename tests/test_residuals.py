@@ -98,6 +98,7 @@ def temp_bytes(implementation: str, length: int, *, backward: bool, **options: A
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.usefixtures("fully_optimised")
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_of_xla_is_linear(backward: bool) -> None:
     """Temp memory at T = 1k, 2k, 4k, 8k lies on a line; at 8k it is under 1/20 of standard attention's."""
@@ -112,6 +113,7 @@ def test_memory_of_xla_is_linear(backward: bool) -> None:
     assert quadratic[1] > 3 * quadratic[0]  # the companion
 
 
+@pytest.mark.usefixtures("fully_optimised")
 def test_operands_that_broadcast_are_not_materialised() -> None:
     """A bias [T, S], a mask [B, S] and segment ids: no buffer is as large as the scores, nor half (J02, J03)."""
     batch, length, heads = 8, 1024, 4
