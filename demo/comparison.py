@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +20,10 @@ MEASURED, OUT_OF_MEMORY, OVER_BUDGET = "measured", "out of memory", "over the bu
 MAX_REPEATS = 5
 MIN_REPEATS = 2
 MEASURING_SECONDS = 1.5  # of one program, unless MIN_REPEATS takes longer
-LONGEST_TRIED = 2**24
+LONGEST_TRIED = 2**22
+FIRST_TRIED = 1024  # where nothing is measured
+SINGLE_STEP = 16
+MAX_COMPILATIONS = 5  # of a search: long programs take seconds to compile
 DEFAULT_CPU_BUDGET = 2 * 2**30
 
 
@@ -44,13 +48,14 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Longest:
-    """The longest power of two whose training step needs no more than the budget, as compiled; nothing is run."""
+    """The longest power of two found whose training step fits the budget, as compiled; nothing is run."""
 
     implementation: str
-    seq_len: int  # 0 where not even one token fits
+    seq_len: int  # 0 where none was found to fit
     total_bytes: int | None
-    too_long: int | None  # the next power of two, which does not fit; None where LONGEST_TRIED still fits
+    too_long: int | None  # the shortest found not to fit, twice seq_len unless the search had to stop before
     too_long_bytes: int | None
+    compiled: tuple[tuple[int, int | None], ...]  # what the search itself compiled: tokens and bytes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -66,10 +71,15 @@ def device_budget() -> int:
 
 def chosen_implementation(run: Run) -> str | None:
     """What `flash_attention` uses for this model: the name asked for, or the table's choice; None if there is none."""
+    return explanation(run, run.config.attention).chosen
+
+
+def explanation(run: Run, implementation: str | None) -> Any:
+    """What the table of `flash_attention` says of the attention of this model."""
     config = run.config
     query = np.zeros((1, 8, config.num_q_heads, config.head_dim), np.float32).astype(config.compute_dtype)
     key = query[:, :, : config.num_kv_heads]
-    return explain(query, key, key, is_causal=True, implementation=config.attention).chosen
+    return explain(query, key, key, is_causal=True, implementation=implementation)
 
 
 def memory(program: jax.stages.Compiled) -> Memory:
@@ -120,40 +130,35 @@ def _median_seconds(run: Run, program: jax.stages.Compiled, seq_len: int) -> flo
 
 
 def longest_sequence(name: str, run: Run, budget: int, measured: Sequence[Cost]) -> Longest:
-    """Search among the powers of two, beginning where the rows already measured say that the budget ends."""
-    totals = {row.seq_len: row.total_bytes for row in measured if row.total_bytes is not None}
-
-    def total(seq_len: int) -> int | None:
-        if seq_len not in totals:
-            needed = compiled_memory(run, seq_len)
-            totals[seq_len] = needed.total if needed else None
-        return totals[seq_len]
-
-    def fits(seq_len: int) -> bool:
-        needed = total(seq_len)
-        return needed is not None and needed <= budget
-
-    seq_len = _first_guess(totals, budget)
-    while seq_len >= 1 and not fits(seq_len):
-        seq_len //= 2
-    if seq_len == 0:
-        return Longest(name, 0, None, 1, total(1))
-    while seq_len < LONGEST_TRIED and fits(2 * seq_len):
-        seq_len *= 2
-    if seq_len == LONGEST_TRIED:
-        return Longest(name, seq_len, total(seq_len), None, None)
-    return Longest(name, seq_len, total(seq_len), 2 * seq_len, total(2 * seq_len))
+    """Search among the powers of two, each guess from what is compiled already, with MAX_COMPILATIONS at most."""
+    totals = {row.seq_len: row.total_bytes for row in measured}
+    compiled: list[tuple[int, int | None]] = []
+    while True:
+        powers = {n: total for n, total in totals.items() if n.bit_count() == 1}
+        fits = max((n for n, total in powers.items() if total is not None and total <= budget), default=0)
+        too_long = min((n for n in powers if n > fits), default=None)
+        ended = too_long == max(1, 2 * fits) or fits == LONGEST_TRIED
+        if ended or len(compiled) == MAX_COMPILATIONS:
+            too_long_bytes = totals[too_long] if too_long else None
+            return Longest(name, fits, totals.get(fits), too_long, too_long_bytes, tuple(compiled))
+        seq_len = _next_length(totals, budget, fits, too_long)
+        needed = compiled_memory(run, seq_len)
+        totals[seq_len] = needed.total if needed else None
+        compiled.append((seq_len, totals[seq_len]))
 
 
-def _first_guess(totals: dict[int, int | None], budget: int) -> int:
-    """The power of two below the budget if memory goes on growing as between the two longest rows."""
-    known = sorted((seq_len, total) for seq_len, total in totals.items() if total)
+def _next_length(totals: dict[int, int | None], budget: int, fits: int, too_long: int | None) -> int:
+    """Where memory would reach the budget if it went on growing as between the two rows that are nearest to it."""
+    lowest, highest = max(1, 2 * fits), too_long // 2 if too_long else LONGEST_TRIED
+    known = sorted((abs(math.log(total / budget)), seq_len, total) for seq_len, total in totals.items() if total)[:2]
     if not known:
-        return 1024
-    long, more = known[-1]
+        return min(max(lowest, FIRST_TRIED), highest)
+    (_, near, total), *others = known
     order = 1.0
-    if len(known) > 1:
-        short, less = known[-2]
-        order = max(order, np.log(more / less) / np.log(long / short))
-    guess = long * (budget / more) ** (1.0 / order)
-    return min(LONGEST_TRIED, 2 ** max(0, int(np.log2(guess))))
+    if others:
+        _, far, other = others[0]
+        order = min(2.0, max(1.0, math.log(total / other) / math.log(near / far)))
+    elif fits:
+        highest = min(highest, SINGLE_STEP * fits)  # one row does not tell how memory grows
+    guess = math.log2(near) + math.log2(budget / total) / order
+    return min(max(lowest, 2 ** max(0, math.floor(guess))), highest)

@@ -17,17 +17,23 @@ from demo import comparison, tasks
 from demo.console import TrainingProgress
 from demo.options import Options, make_run
 from demo.run_folder import RESULTS, RunFolder
-from demo.training import Checkpoints, Evaluation, Run, StopRequest, Trained, evaluate, train
+from demo.stop import StopRequest
+from demo.training import Checkpoints, Evaluation, Run, Trained, evaluate, train
 from models.generate import generate
 
 PROMPT_BYTES, SAMPLE_BYTES = 64, 256
 
 
 def work(
-    options: Options, task: tasks.Task, folder: RunFolder, checkpoint_every: int, console: Console, stop: StopRequest
-) -> dict[str, Any]:
-    """Train and compare, saving after each part; parts that an earlier process finished are not done again."""
-    results = folder.results()
+    options: Options,
+    task: tasks.Task,
+    folder: RunFolder,
+    checkpoint_every: int,
+    results: dict[str, Any],
+    console: Console,
+    stop: StopRequest,
+) -> None:
+    """Train and compare, saving `results` after each part; parts that they hold already are not done again."""
     runs = {name: make_run(options, task, name) for name in options.implementation}
     results["environment"] = environment()
     results["options"] = dataclasses.asdict(options)
@@ -47,13 +53,12 @@ def work(
                 costs.append(dataclasses.asdict(comparison.measure(name, run, seq_len, options.budget_bytes)))
                 folder.write_json(RESULTS, results)
     for name, run in runs.items():
-        if stop.signal is None and name not in {found["implementation"] for found in longest}:
+        if options.longest and stop.signal is None and name not in {found["implementation"] for found in longest}:
             console.print(f"searching for the longest sequence within the budget: {name}", highlight=False)
             measured = [comparison.Cost(**cost) for cost in costs if cost["implementation"] == name]
             found = comparison.longest_sequence(name, run, options.budget_bytes, measured)
             longest.append(dataclasses.asdict(found))
             folder.write_json(RESULTS, results)
-    return results
 
 
 def environment() -> dict[str, str]:
@@ -108,9 +113,10 @@ def training_outcome(run: Run, trained: Trained, evaluation: Evaluation | None) 
     steps = int(trained.state.step)
     losses = [loss if math.isfinite(loss) else None for loss in np.asarray(trained.state.losses)[:steps].tolist()]
     outcome: dict[str, Any] = {"status": trained.stopped or "finished", "steps": steps, "losses": losses}
-    if trained.steps_timed:
-        outcome["step_seconds"] = trained.seconds / trained.steps_timed
-        outcome["tokens_per_second"] = run.batch_size * run.task.seq_len / outcome["step_seconds"]
+    if trained.step_seconds:
+        p20, median, p80 = np.percentile(trained.step_seconds, [20, 50, 80]).tolist()
+        outcome["step_seconds"] = {"p20": p20, "median": median, "p80": p80}
+        outcome["tokens_per_second"] = run.batch_size * run.task.seq_len / median
     if evaluation:
         outcome |= {
             "accuracy": evaluation.accuracy,

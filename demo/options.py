@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from demo import InputError, comparison, tasks
-from demo.run_folder import OPTIONS, RunFolder
 from demo.training import Run
 from models.config import PRESETS
 
@@ -15,6 +14,8 @@ TASK_DEFAULTS: dict[str, dict[str, Any]] = {
     "copy": {"seq_len": 32, "batch_size": 32, "steps": 600},
     "text": {"seq_len": 128, "batch_size": 16, "steps": 400},
 }
+MAX_STEPS = 10**7
+MAX_TOKENS = 2**20  # of a sequence, and of a batch
 LEARNING_RATES = {"tiny": 3e-3, "125m": 6e-4, "1b": 3e-4}
 
 
@@ -35,10 +36,19 @@ class Options:
     implementation: tuple[str, ...] = ("reference", "flash")
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     memory_budget: float = 0.0  # GiB
+    longest: bool = True  # whether the longest sequence is searched for
 
     @property
     def budget_bytes(self) -> int:
         return int(self.memory_budget * 2**30)
+
+    def check_size(self) -> None:
+        """InputError for batches beyond what any program here could index."""
+        if self.batch_size * self.seq_len > MAX_TOKENS:
+            raise InputError(
+                f"--batch-size {self.batch_size} and --seq-len {self.seq_len} make {self.batch_size * self.seq_len:,} "
+                f"tokens in a step: at most {MAX_TOKENS:,}"
+            )
 
 
 def with_defaults(given: dict[str, Any]) -> Options:
@@ -57,25 +67,15 @@ def with_defaults(given: dict[str, Any]) -> Options:
     return Options(**{**defaults, **given})
 
 
-def resumed_options(given: dict[str, Any], folder: RunFolder) -> Options:
-    """The options saved in the folder. InputError if a flag, or the file, says something else."""
-    try:
-        saved = {name: tuple(v) if isinstance(v, list) else v for name, v in folder.options().items()}
-        options = Options(**saved)
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"--resume: {folder.file(OPTIONS)} cannot be read: {error}") from error
-    for name, value in given.items():
-        if value != saved[name]:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(f"--resume: {flag} is {value}, but the run in {folder.path} has {saved[name]}")
-    if options.file and tasks.fingerprint(options.file) != options.file_sha256:
-        raise InputError(f"--resume: {options.file} has changed since the run in {folder.path} began")
-    return options
-
-
 def check_implementation(run: Run, name: str) -> None:
+    """InputError with the names to choose from if this is none of them, or with the reason why it cannot be used."""
+    table = comparison.explanation(run, None)
+    names = ("flash", *sorted(verdict.name for verdict in table.verdicts))
+    if name not in names:
+        raise InputError(f"--implementation {name or repr(name)}: unknown; the names are {', '.join(names)}")
     if comparison.chosen_implementation(run) is None:
-        raise InputError(f"--implementation {name}: unknown, or this device does not run it")
+        reasons = {v.name: v.reason for v in comparison.explanation(run, run.config.attention).verdicts}
+        raise InputError(f"--implementation {name}: {reasons.get(name, 'nothing runs on this device')}")
 
 
 def make_run(options: Options, task: tasks.Task, implementation: str) -> Run:

@@ -11,6 +11,7 @@ from typing import Any
 from demo import InputError
 
 OPTIONS, RESULTS, REPORT, CHECKPOINTS = "options.json", "results.json", "report.md", "checkpoints"
+OUTPUT = Path("output")
 FIGURES = ("loss.png", "memory.png", "time.png")
 OWN_FILES = (RESULTS, REPORT, *FIGURES)
 
@@ -32,7 +33,10 @@ class RunFolder:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            raise InputError(f"--output {path or parent}: cannot be written: {error.strerror or error}") from error
+            raise InputError(
+                f"--output {path or parent}: no folder can be made or written there ({error.strerror or error}); "
+                "name another with --output"
+            ) from error
         return folder
 
     @classmethod
@@ -49,14 +53,6 @@ class RunFolder:
 
     def checkpoints(self, implementation: str) -> Path:
         return self.path / CHECKPOINTS / implementation
-
-    def options(self) -> dict[str, Any]:
-        return json.loads(self.file(OPTIONS).read_text())
-
-    def results(self) -> dict[str, Any]:
-        """What an earlier process of this run found out; empty at the beginning."""
-        file = self.file(RESULTS)
-        return json.loads(file.read_text()) if file.is_file() else {}
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.write_text(name, json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -21,6 +21,7 @@ NAMES = ("recall", "copy", "text")
 TRAIN, EVALUATION = 0, 1  # the streams of random numbers; held-out data never repeats the training stream
 NUM_BYTES = 256
 COPY_SYMBOLS = 32
+MAX_RECALL = 2**13
 VALIDATION_FRACTION = 0.1
 
 
@@ -51,6 +52,8 @@ def make_task(name: str, seq_len: int, file: str | None = None) -> Task:
     if name == "recall":
         if seq_len < 8 or seq_len % 4:
             raise InputError(f"--seq-len {seq_len}: recall needs a multiple of 4 (two key-value lists), at least 8")
+        if seq_len > MAX_RECALL:
+            raise InputError(f"--seq-len {seq_len}: recall takes at most {MAX_RECALL:,}, for it has as many symbols")
         return Generated(seq_len, vocab_size=seq_len, draw=draw_recall)
     if name == "copy":
         if seq_len < 4 or seq_len % 2:
@@ -121,9 +124,14 @@ class Text:
         needed = 2 * (self.seq_len + 1)
         if len(self.data) < needed:
             raise InputError(
-                f"--seq-len {self.seq_len} is longer than the data: {self.file} has {len(self.data)} bytes, "
-                f"training and validation together need at least {needed}"
+                f"--seq-len {self.seq_len} needs a file of at least {needed} bytes, but {self.file} has "
+                f"{len(self.data)}: training and validation each take a window of {self.seq_len + 1} "
+                f"(a sequence and its next byte); take {self._remedy()}"
             )
+
+    def _remedy(self) -> str:
+        most = len(self.data) // 2 - 1
+        return f"--seq-len {most} or less, or a longer file" if most >= 1 else "a longer file"
 
     @property
     def vocab_size(self) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,6 +17,8 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 
+from demo import InputError
+from demo.stop import StopRequest
 from demo.tasks import Batch, Task
 from models.config import TransformerConfig
 from models.transformer import Transformer
@@ -26,7 +26,7 @@ from models.transformer import Transformer
 WARMUP_FRACTION = 0.1
 MAX_GRADIENT_NORM = 1.0
 WEIGHT_DECAY = 0.01
-SECONDS_BETWEEN_UPDATES = 0.25  # of the progress display; each one waits for the device
+SECONDS_BETWEEN_UPDATES = 0.25  # of the progress display
 
 
 class TrainState(NamedTuple):
@@ -131,37 +131,18 @@ def evaluate(run: Run, params: Any) -> Evaluation:
     return Evaluation(hits / count, loss / count, int(count))
 
 
-class StopRequest:
-    """Turns the first SIGINT or SIGTERM into a flag that loops look at; a second one interrupts at once.
-
-    with StopRequest() as stop: ... if stop.signal: save and leave
-    """
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self.signal = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 class Checkpoints:
     """The newest states of one run in one folder. A checkpoint is there as a whole or not at all."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, read_only: bool = False):
+        """`read_only` is for looking: nothing in the folder is made, cleaned up or deleted."""
+        self._folder = folder
         # Written before save() returns: a state that is about to be donated must not be read in the background.
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            max_to_keep=None if read_only else 2,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
         )
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
@@ -173,8 +154,15 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def restore(self, like: TrainState) -> TrainState:
-        """The newest state; `like` gives its structure, shapes and devices."""
-        return self._manager.restore(self.latest_step(), args=ocp.args.StandardRestore(like))
+        """The newest state; `like` gives its structure, shapes and devices. InputError if it cannot be that."""
+        step = self.latest_step()
+        try:
+            return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            raise InputError(
+                f"--resume: {self._folder / str(step)} is damaged or of a run with another configuration; "
+                "delete that folder to go on from an older checkpoint or from the beginning"
+            ) from error
 
     def close(self) -> None:
         self._manager.close()
@@ -184,8 +172,7 @@ class Trained(NamedTuple):
     """Where a run stands when it ends or is interrupted."""
 
     state: TrainState
-    seconds: float  # spent in the steps of this process, compilation excluded
-    steps_timed: int  # steps of this process, fewer than state.step in a resumed run
+    step_seconds: list[float]  # of each step of this process: neither data, checkpoints nor the display count
     stopped: str | None  # why it ended early: None, "interrupted" or "diverged"
 
 
@@ -202,13 +189,15 @@ def train(
     state = run.initial_state()
     if checkpoints.latest_step() is not None:
         state = checkpoints.restore(state)
-    first, stopped, shown = int(state.step), None, 0.0
-    begin = time.perf_counter()
-    for step in range(first, run.steps):
+    stopped, shown, seconds = None, 0.0, []
+    for step in range(int(state.step), run.steps):
         if stop.signal is not None:
             stopped = "interrupted"
             break
-        state = step_program(state, run.task.train_batch(run.seed, step, run.batch_size))
+        batch = run.task.train_batch(run.seed, step, run.batch_size)
+        begin = time.perf_counter()
+        state = jax.block_until_ready(step_program(state, batch))
+        seconds.append(time.perf_counter() - begin)
         if (step + 1) % checkpoint_every == 0:
             checkpoints.save(state)
         if time.perf_counter() - shown >= SECONDS_BETWEEN_UPDATES or step + 1 == run.steps:
@@ -217,7 +206,5 @@ def train(
             if not math.isfinite(loss):
                 stopped = "diverged"
                 break
-    jax.block_until_ready(state)
-    seconds = time.perf_counter() - begin
     checkpoints.save(state)
-    return Trained(state, seconds, int(state.step) - first, stopped)
+    return Trained(state, seconds, stopped)

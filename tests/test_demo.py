@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -18,16 +20,17 @@ import numpy as np
 import pytest
 
 import train_demo
-from demo import comparison, report, tasks
+from demo import arguments, comparison, figures, summary, tasks
+from demo.arguments import build_parser
 from demo.options import make_run, with_defaults
 from demo.run_folder import RunFolder
 from demo.training import Checkpoints, Run
 from models.config import PRESETS
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--seq-len", "16", "--batch-size", "4", "--steps", "8", "--checkpoint-every", "3", "--lengths", "16,32"]
-LONG = ["--seq-len", "16", "--batch-size", "4", "--checkpoint-every", "20", "--lengths", "32"]
-STEPS = 300  # of the runs that are killed
+SMALL = ["--seq-len", "16", "--batch-size", "4", "--steps", "8", "--checkpoint-every", "3", "--lengths", "32,64"]
+LONG = ["--seq-len", "16", "--batch-size", "4", "--checkpoint-every", "20", "--lengths", "16", "--no-longest"]
+STEPS = 200  # of the run that is killed
 BUDGET = ["--memory-budget", "0.002"]  # GiB: just enough for these, so that the longest sequence is found at once
 
 
@@ -155,10 +158,12 @@ def test_the_report_is_complete_and_consistent(finished: Path) -> None:
         assert training["status"] == "finished"
         assert len(training["losses"]) == training["steps"] == 8
         assert 0 <= training["accuracy"] <= 1
+        seconds = training["step_seconds"]
+        assert 0 < seconds["p20"] <= seconds["median"] <= seconds["p80"]
     curves = [np.array(training["losses"]) for training in found["training"].values()]
     assert found["agreement"]["max_abs_difference"] == np.abs(curves[0] - curves[1]).max() < 1e-4
     assert [(c["implementation"], c["seq_len"], c["status"]) for c in found["costs"]] == [
-        (name, seq_len, "measured") for seq_len in (16, 32) for name in ("reference", "flash")
+        (name, seq_len, "measured") for seq_len in (32, 64) for name in ("reference", "flash")
     ]
     for longest in found["longest"]:
         assert longest["total_bytes"] <= found["options"]["memory_budget"] * 2**30 < longest["too_long_bytes"]
@@ -208,40 +213,42 @@ def test_out_of_memory_in_the_reference_is_a_row_and_not_the_end(
         return compile_step(run, batch_size, seq_len)
 
     monkeypatch.setattr(Run, "compile_step", without_memory)
-    assert demo(*SMALL, *BUDGET, "--lengths", "32", "--output", tmp_path) == 0
+    assert demo(*SMALL, "--no-longest", "--lengths", "16", "--output", tmp_path) == 0
     found = results(tmp_path)
     assert {name: t["status"] for name, t in found["training"].items()} == {
         "reference": comparison.OUT_OF_MEMORY,
         "flash": "finished",
     }
     assert [cost["status"] for cost in found["costs"]] == [comparison.OUT_OF_MEMORY, comparison.MEASURED]
-    assert found["longest"][0]["seq_len"] == 0
-    assert found["longest"][1]["seq_len"] > 0
+    assert found["longest"] == []
     assert found["agreement"] is None
     assert "out of memory" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.usefixtures("one_layer")
 def test_what_needs_more_than_the_budget_is_not_run(tmp_path: Path) -> None:
-    flags = [*SMALL, "--lengths", "16", "--implementation", "reference", "--memory-budget", "0.0001"]
+    flags = [*SMALL, "--lengths", "16", "--implementation", "reference", "--memory-budget", "0.0001", "--no-longest"]
     assert demo(*flags, "--output", tmp_path) == 0
     found = results(tmp_path)
     assert found["training"]["reference"]["status"] == comparison.OVER_BUDGET
     assert found["costs"][0]["seconds"] is None
-    assert found["longest"][0]["seq_len"] == 0
 
 
 @pytest.mark.usefixtures("one_layer")
 def test_text_reports_bits_per_byte_and_a_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog. [bold] " * 40)
-    flags = ["--task", "text", "--file", file, *SMALL, "--implementation", "flash", *BUDGET]
-    assert demo(*flags, "--lengths", "32", "--output", tmp_path / "run") == 0
+    flags = ["--task", "text", "--file", file, *SMALL, "--implementation", "flash", "--no-longest"]
+    assert demo(*flags, "--lengths", "16", "--output", tmp_path / "run") == 0
     training = results(tmp_path / "run")["training"]["flash"]
     assert training["bits"] == pytest.approx(training["loss"] / np.log(2))
     assert training["sample"]["prompt"] in file.read_text()
     assert training["sample"]["continuation"]
     assert "Sample (flash)" in capsys.readouterr().out
+    page = (tmp_path / "run" / "report.md").read_text()
+    assert "last training loss (bits/byte)" in page
+    assert f"| {training['losses'][-1] / np.log(2):.4f} | {training['bits']:.4f} |" in page
+    assert "nats" not in page
     file.write_text("Something else. " * 100)
     assert demo("--resume", "--output", tmp_path / "run") == 2
     assert "has changed since" in capsys.readouterr().err
@@ -251,39 +258,169 @@ def test_text_reports_bits_per_byte_and_a_sample(tmp_path: Path, capsys: pytest.
 
 
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path) -> None:
-    flags = [*LONG, *BUDGET, "--steps", STEPS]
-    for implementation in ("reference", "flash"):  # once in the first training, once in the second
-        process = start(*flags, "--output", tmp_path, *(["--resume"] if (tmp_path / "options.json").exists() else []))
-        wait_for_checkpoint(process, tmp_path, implementation)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-        assert 0 < max(saved_steps(tmp_path, implementation)) < STEPS
-    assert results(tmp_path)["training"].keys() == {"reference"}
+    process = start(*LONG, "--steps", STEPS, "--implementation", "flash", "--output", tmp_path)
+    wait_for_checkpoint(process, tmp_path, "flash")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert 0 < max(saved_steps(tmp_path, "flash")) < STEPS
     assert demo("--resume", "--output", tmp_path) == 0
-    for implementation in ("reference", "flash"):
-        run = recall_run(implementation)
-        program, state = run.compile_step(run.batch_size, 16), run.initial_state()
-        for step in range(STEPS):
-            state = program(state, run.task.train_batch(run.seed, step, run.batch_size))
-        with contextlib.closing(Checkpoints(tmp_path / "checkpoints" / implementation)) as checkpoints:
-            assert same_bits(checkpoints.restore(run.initial_state()), state)
-        assert results(tmp_path)["training"][implementation]["losses"] == np.asarray(state.losses).tolist()
+    run = recall_run("flash")
+    program, state = run.compile_step(run.batch_size, 16), run.initial_state()
+    for step in range(STEPS):
+        state = program(state, run.task.train_batch(run.seed, step, run.batch_size))
+    with contextlib.closing(Checkpoints(tmp_path / "checkpoints" / "flash")) as checkpoints:
+        assert same_bits(checkpoints.restore(run.initial_state()), state)
+    assert results(tmp_path)["training"]["flash"]["losses"] == np.asarray(state.losses).tolist()
 
 
-def test_sigint_saves_reports_and_exits_with_130(tmp_path: Path) -> None:
-    process = start(*LONG, "--steps", 100_000, "--output", tmp_path)
-    wait_for_checkpoint(process, tmp_path, "reference")
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert "--resume" in err
-    training = results(tmp_path)["training"]["reference"]
-    assert training["status"] == "interrupted"
-    assert training["steps"] == len(training["losses"]) == max(saved_steps(tmp_path, "reference"))
-    assert "interrupted" in (tmp_path / "report.md").read_text()
-    assert "interrupted" in out
+def stop_at_step(patch: pytest.MonkeyPatch, last: int) -> None:
+    """Let SIGINT come while a step's data is drawn."""
+    train_batch = tasks.Generated.train_batch
+
+    def with_signal(task: tasks.Generated, seed: int, step: int, batch_size: int) -> tasks.Batch:
+        if step == last:
+            signal.raise_signal(signal.SIGINT)
+        return train_batch(task, seed, step, batch_size)
+
+    patch.setattr(tasks.Generated, "train_batch", with_signal)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that SIGINT stopped at step 3 of the first training."""
+    folder = tmp_path_factory.mktemp("demo") / "stopped run"
+    with pytest.MonkeyPatch.context() as patch:
+        halve_the_model(patch)
+        stop_at_step(patch, 2)
+        assert demo(*SMALL, "--no-longest", "--output", folder) == 130
+    return folder
+
+
+def test_sigint_saves_and_reports(interrupted: Path) -> None:
+    training = results(interrupted)["training"]
+    assert training.keys() == {"reference"}
+    assert training["reference"]["status"] == "interrupted"
+    assert training["reference"]["steps"] == len(training["reference"]["losses"]) == 3
+    assert max(saved_steps(interrupted, "reference")) == 3
+    assert "interrupted" in (interrupted / "report.md").read_text()
+
+
+@pytest.mark.usefixtures("one_layer")
+def test_after_a_signal_the_whole_command_to_go_on_is_named(
+    interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "stopped run"
+    shutil.copytree(interrupted, folder)
+    stop_at_step(monkeypatch, 4)
+    assert demo("--resume", "--checkpoint-every", "7", "--output", folder) == 130
+    assert max(saved_steps(folder, "reference")) == 5
+    flags = f"--resume --output '{folder}' --checkpoint-every 7"
+    assert capsys.readouterr().err == (
+        f'train_demo.py: stopped by SIGINT and saved; to go on: make demo ARGS="{flags}" '
+        f"(without make: python train_demo.py {flags})\n"
+    )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_anything_began_leaves_nothing(
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_signal(description: str | None = None) -> argparse.ArgumentParser:
+        signal.raise_signal(number)
+        return build_parser(description)
+
+    monkeypatch.setattr(arguments, "build_parser", with_signal)
+    monkeypatch.chdir(tmp_path)
+    assert demo() == code
+    assert capsys.readouterr().err == f"train_demo.py: stopped by {signal.Signals(number).name} before it began\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_signals_are_listened_to_before_the_imports_that_take_time() -> None:
+    program = "import sys, train_demo; print(*({'jax', 'numpy', 'matplotlib', 'rich', 'flax'} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert shown.stdout.split() == []
+
+
+# What was saved is refused as a whole where it is damaged -------------------------------------------------------------
+
+
+def edited(name: str, **changes: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | changes))
+
+    return edit
+
+
+def replaced(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def truncated(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-100]) and None
+
+
+def without_option(folder: Path) -> None:
+    content = json.loads((folder / "options.json").read_text())
+    del content["seed"]
+    (folder / "options.json").write_text(json.dumps(content))
+
+
+def of_another_configuration(folder: Path) -> None:
+    for name in ("options.json", "results.json"):
+        edited(name, **({"seq_len": 32} if name == "options.json" else {}))(folder)
+    options = json.loads((folder / "options.json").read_text())
+    edited("results.json", options=options)(folder)
+
+
+def without_structure(folder: Path) -> None:
+    for file in (folder / "checkpoints").rglob("_METADATA"):
+        file.unlink()
+
+
+@pytest.mark.usefixtures("one_layer")
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (replaced("options.json", "{}"), "options.json is damaged or of another version of this program: batch_size"),
+        (replaced("options.json", "[]"), "options.json is damaged"),
+        (truncated("options.json"), "options.json is damaged"),
+        (without_option, "seed is missing"),
+        (edited("options.json", colour="blue"), "colour is unknown"),
+        (edited("options.json", preset="huge"), "invalid choice: 'huge'"),
+        (edited("options.json", steps="8"), "steps is '8'"),
+        (edited("options.json", steps=3_000_000_000_000), "--steps: 3000000000000 is too large"),
+        (edited("options.json", seed=True), "--seed: 'True' is not"),
+        (edited("options.json", lr=float("nan")), "--lr: 'nan' is not"),
+        (edited("options.json", longest=1), "longest is neither"),
+        (edited("options.json", seed=1), "results.json is damaged"),
+        (truncated("results.json"), "results.json is damaged"),
+        (replaced("results.json", "{}"), "results.json is damaged"),
+        (replaced("results.json", "[1]"), "results.json is damaged"),
+        (edited("results.json", training={"magic": {}}), "training is not valid"),
+        (edited("results.json", costs=[{"seq_len": 3}]), "results.json is damaged"),
+        (of_another_configuration, "is damaged or of a run with another configuration"),
+        (without_structure, "is damaged or of a run with another configuration"),
+    ],
+)
+def test_a_damaged_run_is_refused_by_name_and_left_as_it_is(
+    damage: Callable[[Path], None],
+    message: str,
+    interrupted: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(interrupted, folder)
+    damage(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert demo("--resume", "--output", folder) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------
@@ -297,9 +434,18 @@ def test_sigint_saves_reports_and_exits_with_130(tmp_path: Path) -> None:
         (["--task", "text", "--file", "missing.txt"], "--file missing.txt: No such file"),
         (["--task", "text", "--file", "empty.txt"], "the file is empty"),
         (["--task", "text", "--file", "."], "--file .: Is a directory"),
-        (["--task", "text", "--file", "short.txt"], "--seq-len 128 is longer than the data: short.txt has 20 bytes"),
+        (["--task", "text", "--file", "short.txt"], "needs a file of at least 258 bytes, but short.txt has 20"),
         (["--file", "short.txt"], "only --task text reads a file"),
         (["--seq-len", "0"], "--seq-len: '0' is not a whole number of at least 1"),
+        (["--seq-len", "100000000"], "--seq-len: 100000000 is too large: at most 1,048,576"),
+        (["--batch-size", "1048576", "--seq-len", "1024"], "make 1,073,741,824 tokens in a step: at most 1,048,576"),
+        (["--steps", "3000000000000"], "--steps: 3000000000000 is too large: at most 10,000,000"),
+        (["--lengths", "64,99999999999999999999"], "--lengths: 99999999999999999999 is too large"),
+        (["--memory-budget", "1e308"], "--memory-budget: 1e308 is too large"),
+        (["--seed", "9223372036854775808"], "--seed: 9223372036854775808 is too large: at most 4,294,967,295"),
+        (["--output", ""], "--output: the path is empty"),
+        (["--task", "text", "--file", ""], "--file: the path is empty"),
+        (["--seq-len", "16384"], "--seq-len 16384: recall takes at most 8,192"),
         (["--seq-len", "30"], "recall needs a multiple of 4"),
         (["--steps", "many"], "--steps: 'many' is not a whole number"),
         (["--batch-size", "-3"], "--batch-size: '-3' is not"),
@@ -307,9 +453,10 @@ def test_sigint_saves_reports_and_exits_with_130(tmp_path: Path) -> None:
         (["--lengths", "16,16"], "names something twice"),
         (["--lengths", "16,,32"], "'' is not a whole number"),
         (["--memory-budget", "0"], "--memory-budget: '0' is not a number above 0"),
-        (["--implementation", "flash,magic"], "--implementation magic: unknown"),
+        (["--implementation", "flash,magic"], "--implementation magic: unknown; the names are flash, "),
+        (["--implementation", "flash,"], "--implementation '': unknown; the names are flash, "),
         (["--unheard-of"], "unrecognized arguments: --unheard-of"),
-        (["--output", "short.txt/run"], "--output short.txt/run: cannot be written: Not a directory"),
+        (["--output", "short.txt/run"], "--output short.txt/run: no folder can be made or written there (Not a dir"),
         (["--resume", "--output", "nowhere"], "--resume: nowhere holds no run"),
         (["--resume"], "--resume: output holds no run"),
     ],
@@ -357,7 +504,7 @@ def test_help_documents_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         demo("--help")
     assert exit_code.value.code == 0
     text = capsys.readouterr().out
-    actions = [a for a in train_demo.build_parser()._actions if a.option_strings != ["-h", "--help"]]
+    actions = [a for a in build_parser()._actions if a.option_strings != ["-h", "--help"]]
     assert all(action.help for action in actions)
     assert all("default" in action.help for action in actions if action.nargs != 0)
     assert all(action.option_strings[0] in text for action in actions)
@@ -365,10 +512,61 @@ def test_help_documents_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_curve_that_is_not_finite_has_no_agreement() -> None:
     curves = {"reference": {"losses": [1.0, None]}, "flash": {"losses": [1.0, 2.0]}}
-    assert report.agreement({"training": curves}) is None
+    assert summary.agreement({"training": curves}) is None
 
 
 def test_other_runtime_errors_are_not_taken_for_lack_of_memory() -> None:
     assert comparison.is_out_of_memory(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
     assert not comparison.is_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: failed"))
     assert not comparison.is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
+
+
+# The search for the longest sequence, and the figures -----------------------------------------------------------------
+
+
+def search(patch: pytest.MonkeyPatch, memory: Callable[[int], int | None], budget: int, *measured: int):
+    """The search for a program whose memory is a function of its length; None: the device has too little."""
+
+    def compiled(_: Run, seq_len: int) -> comparison.Memory | None:
+        return None if (total := memory(seq_len)) is None else comparison.Memory(0, total)
+
+    patch.setattr(comparison, "compiled_memory", compiled)
+    rows = [comparison.Cost("flash", n, comparison.MEASURED, 0, memory(n), 0.1) for n in measured]
+    return comparison.longest_sequence("flash", recall_run("flash"), budget, rows)
+
+
+@pytest.mark.parametrize("measured", [(), (64,), (64, 128), (512, 1024, 2048, 4096), (1000, 3000)])
+@pytest.mark.parametrize("quadratic", [0, 20])
+def test_the_longest_sequence_is_found_with_few_compilations(
+    quadratic: int, measured: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def memory(seq_len: int) -> int:
+        return 10**6 + 10_000 * seq_len + quadratic * seq_len**2
+
+    found = search(monkeypatch, memory, 2**31, *measured)
+    assert len(found.compiled) <= comparison.MAX_COMPILATIONS
+    assert found.too_long == 2 * found.seq_len
+    assert memory(found.seq_len) <= 2**31 < memory(2 * found.seq_len) == found.too_long_bytes
+
+
+def test_a_search_ends_at_both_ends_of_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = search(monkeypatch, lambda _: 100, 10, 16)
+    assert (none.seq_len, none.too_long) == (0, 1)
+    short = search(monkeypatch, lambda n: n if n < 8 else None, 100, 4)
+    assert (short.seq_len, short.too_long, short.too_long_bytes) == (4, 8, None)
+    nothing = search(monkeypatch, lambda _: None, 100)
+    assert (nothing.seq_len, nothing.too_long_bytes, len(nothing.compiled)) == (0, None, comparison.MAX_COMPILATIONS)
+    everything = search(monkeypatch, lambda n: n, 2**40, 1024, 2048)
+    assert (everything.seq_len, everything.too_long) == (comparison.LONGEST_TRIED, None)
+
+
+@pytest.mark.parametrize(("low", "high"), [(7.0, 7.0), (90.0, 620.0), (2.5, 4000.0), (0.01, 1e6)])
+def test_ticks_are_few_and_plain_numbers(low: float, high: float) -> None:
+    axes = figures.Figure().subplots()
+    axes.set_yscale("log")
+    figures._scale_quantity(axes, np.array([low, high]))
+    ticks = axes.get_yticks()
+    assert 1 <= len(ticks) <= 10
+    assert not len(axes.get_yticks(minor=True))
+    labels = axes.yaxis.get_major_formatter().format_ticks(ticks)
+    assert all(float(text.replace(",", "")) == pytest.approx(tick) for text, tick in zip(labels, ticks, strict=True))

@@ -1,0 +1,76 @@
+"""One job from its checked arguments to its report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from demo import InputError, report, tasks
+from demo.arguments import CHECKPOINT_EVERY
+from demo.experiment import work
+from demo.options import Options, check_implementation, make_run, with_defaults
+from demo.run_folder import OPTIONS, OUTPUT, RunFolder
+from demo.saved import check_checkpoints, resumed_options, saved_results
+from demo.stop import StopRequest
+
+LOG_WIDTH = 110  # where the output is no terminal
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is done, and where to."""
+
+    options: Options
+    task: tasks.Task
+    folder: RunFolder
+    checkpoint_every: int
+    results: dict[str, Any]  # of earlier processes
+
+    def run(self, stop: StopRequest) -> None:
+        """Work, save, report."""
+        console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
+        where = f"{self.options.task} on {jax.devices()[0].device_kind}, results in {self.folder.path}"
+        console.print(where, markup=False, highlight=False, soft_wrap=True)
+        work(self.options, self.task, self.folder, self.checkpoint_every, self.results, console, stop)
+        report.write(self.results, self.folder)
+        report.show(self.results, self.folder, console)
+
+    def how_to_go_on(self) -> str:
+        """The command, for those who use make and for those who do not."""
+        flags = ["--resume", "--output", str(self.folder.path)]
+        if self.checkpoint_every != CHECKPOINT_EVERY:
+            flags += ["--checkpoint-every", str(self.checkpoint_every)]
+        command = shlex.join(flags)
+        return f'make demo ARGS="{command}" (without make: python train_demo.py {command})'
+
+
+def prepare(arguments: argparse.Namespace) -> Job:
+    """Everything checked; InputError, with nothing written, where something is wrong."""
+    if arguments.resume and arguments.overwrite:
+        raise InputError("--resume and --overwrite exclude each other")
+    given = {f.name: getattr(arguments, f.name, None) for f in dataclasses.fields(Options)}
+    given = {name: value for name, value in given.items() if value is not None}
+    if arguments.resume:
+        folder = RunFolder.existing(arguments.output, OUTPUT)
+        options = resumed_options(given, folder)
+    else:
+        options = with_defaults(given)
+    options.check_size()
+    task = tasks.make_task(options.task, options.seq_len, options.file)
+    runs = {name: make_run(options, task, name) for name in options.implementation}
+    for name, run in runs.items():
+        check_implementation(run, name)
+    results: dict[str, Any] = {}
+    if arguments.resume:
+        results = saved_results(folder, options)
+        check_checkpoints(folder, runs, results)
+    else:
+        folder = RunFolder.fresh(arguments.output, OUTPUT, overwrite=arguments.overwrite)
+        folder.write_json(OPTIONS, dataclasses.asdict(options))
+    return Job(options, task, folder, arguments.checkpoint_every, results)
