@@ -10,6 +10,7 @@ import jax
 
 from pallas_flash import reference, xla
 from pallas_flash.autodiff import Choice
+from pallas_flash.kernels import sm90
 from pallas_flash.spec import AttentionSpec, Implementation, Operands
 
 logger = logging.getLogger("pallas_flash")
@@ -36,6 +37,13 @@ class Entry:
 # In the order in which implementation=None tries them.
 TABLE: tuple[Entry, ...] = (
     Entry(xla, "runs on every device and takes every call; memory linear in the sequence length"),
+    Entry(
+        sm90,
+        "a fused forward pass; by name only while its gradient runs through xla and NaN in a hidden value can spread "
+        "within a tile",
+        capability=((9, 0), (10, 0)),
+        automatic=False,
+    ),
     Entry(reference, "the meaning, at O(T S) memory: only by name", automatic=False),
 )
 

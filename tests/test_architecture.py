@@ -60,7 +60,7 @@ MANY_PARAMETERS = {
 }
 
 PUBLIC_NAMES = ("explain", "flash_attention", "masks", "reference_attention")
-NOT_IMPORTED_BY_CORE = ("flax", "optax", "jax.experimental.pallas", "pallas_flash.kernels", "models", "demo")
+NOT_IMPORTED_BY_CORE = ("flax", "optax", "jax.experimental.pallas", "models", "demo")
 
 
 class Source(NamedTuple):

@@ -1,0 +1,60 @@
+"""Barriers by role: how the warpgroup that copies and those that compute hand buffers, and the tensor cores, around."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Ref = Any
+
+
+class Handshake(NamedTuple):
+    """For each slot of a buffer: `produced` when the copy into it has landed, `consumed` when its readers are done."""
+
+    produced: Ref
+    consumed: Ref
+
+
+def handshake(slots: int, readers: int) -> Handshake:
+    """What the kernel allocates for a buffer of `slots` with `readers` warpgroups reading each slot."""
+    return Handshake(
+        produced=plgpu.Barrier(num_barriers=slots),
+        consumed=plgpu.Barrier(num_barriers=slots, num_arrivals=readers),
+    )
+
+
+def release_all(buffer: Handshake, slots: int) -> None:
+    """Say that every slot is free, which it is at the start: then the producer always waits, the first time too."""
+    for slot in range(slots):
+        plgpu.barrier_arrive(buffer.consumed.at[slot])
+
+
+def await_all(buffer: Handshake, slots: int) -> None:
+    """The producer's last act, as each barrier needs as many waits as completions."""
+    for slot in range(slots):
+        plgpu.barrier_wait(buffer.consumed.at[slot])
+
+
+class Turns(NamedTuple):
+    """Warpgroups take turns at the tensor cores, so that one multiplies while the others are in their softmax
+    (FlashAttention-3, section 3.1). One barrier a warpgroup."""
+
+    barriers: Ref
+
+    def open(self, wg: Any) -> None:
+        """The last one lets the first one go."""
+        pl.when(wg == self.barriers.shape[0] - 1)(lambda: self.pass_on(wg))
+
+    def wait(self, wg: Any) -> None:
+        plgpu.barrier_wait(self.barriers.at[wg])
+
+    def pass_on(self, wg: Any) -> None:
+        plgpu.barrier_arrive(self.barriers.at[lax.rem(wg + 1, jnp.int32(self.barriers.shape[0]))])
+
+    def close(self, wg: Any) -> None:
+        """The first one takes back the turn that nobody needs any more."""
+        pl.when(wg == 0)(lambda: self.wait(wg))

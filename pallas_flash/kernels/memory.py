@@ -1,0 +1,46 @@
+"""Shared-memory buffers in the arrangement that TMA and wgmma both want."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def matrix(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False) -> Any:
+    """A buffer of matrices (the last two axes) that wgmma can read and TMA can fill, in the widest swizzle that fits.
+
+    contract_rows: the rows are the axis that a product sums over (V in P V); wgmma then also wants their number to be
+    a multiple of the elements in a swizzled row.
+    """
+    rows, columns = shape[-2:]
+    itemsize = np.dtype(dtype).itemsize
+    widths = [swizzle // itemsize for swizzle in (128, 64, 32)]
+    width = next(w for w in widths if columns % w == 0 and not (contract_rows and rows % w))
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def rows(shape: tuple[int, ...]) -> Any:
+    """A buffer for one float32 a row."""
+    return plgpu.SMEM(shape, jnp.float32)
+
+
+def store_rows(source: Any, target: Any, rows: Any) -> None:
+    """Copy one value a row to `target[rows]` as far as that exists. Unlike copies of matrices, Mosaic's copies of
+    contiguous memory are not clipped at the end of the array."""
+    length, size = target.shape[0], rows.size
+    end = rows.start + size
+
+    @pl.when(end <= length)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(source, target.at[rows])
+
+    if rest := length % size:
+
+        @pl.when(end == length - rest + size)
+        def _() -> None:
+            plgpu.copy_smem_to_gmem(source.at[pl.ds(0, rest)], target.at[pl.ds(rows.start, rest)])

@@ -1,0 +1,74 @@
+"""How the Hopper kernels cut their work: choices that may change speed, never results."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_flash.spec import Shapes
+
+MAX_SHARED_BYTES = 232_448  # of one CTA
+BARRIER_BYTES = 1024
+BUFFER_ALIGNMENT = 1024  # Pallas gives it to each buffer
+
+# TMA copies matrices in units of this many rows and columns. Other sizes cost a padded copy.
+ROWS, COLUMNS = 8, 16
+
+
+def round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def padded_head_dims(shapes: Shapes) -> tuple[int, int]:
+    return round_up(shapes.head_dim, COLUMNS), round_up(shapes.value_head_dim, COLUMNS)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardConfig:
+    """One CTA holds `compute_wgs * block_q` queries and walks over keys in blocks of `block_kv`."""
+
+    block_q: int = 64  # rows of one compute warpgroup
+    block_kv: int = 128
+    compute_wgs: int = 2
+    num_stages: int = 2  # buffers for key and value blocks
+    head_group: int = 4  # heads whose tiles are worked on together, so that their keys stay in L2
+    take_turns: bool = True  # warpgroups alternate between tensor cores and softmax
+    out_has_own_buffer: bool = True  # else it shares the queries', and the next queries load later
+    rescale_threshold: float = 0.0  # rescale the accumulator only when some maximum grew by more (in base 2); 0: always
+    num_ctas: int = 132  # the SMs of an H100 or H200 (SXM)
+
+    def __post_init__(self) -> None:
+        if self.block_q != 64:
+            raise ValueError(f"{self.block_q=} must be 64: wgmma multiplies 64 rows of a warpgroup")
+        if self.block_kv < 16 or self.block_kv % 16 or self.block_kv > 256:
+            raise ValueError(f"{self.block_kv=} must be a multiple of 16 between 16 and 256")
+        if self.compute_wgs not in (1, 2, 3):
+            raise ValueError(f"{self.compute_wgs=} must be 1, 2 or 3: more leave a thread too few registers")
+        if self.num_stages < 2:
+            raise ValueError(f"{self.num_stages=} must be at least 2")
+        if self.head_group < 1:
+            raise ValueError(f"{self.head_group=} must be at least 1")
+        if not 0 <= self.rescale_threshold <= 10:
+            raise ValueError(f"{self.rescale_threshold=} must lie between 0 and 10: 2**threshold is kept in 16 bits")
+        if self.num_ctas < 1:
+            raise ValueError(f"{self.num_ctas=} must be at least 1")
+
+    @property
+    def tile_q(self) -> int:
+        return self.compute_wgs * self.block_q
+
+    @property
+    def compute_registers(self) -> int:
+        """Of one thread; the compute warpgroups and the one that copies share 65,536 registers."""
+        return {1: 240, 2: 240, 3: 160}[self.compute_wgs]
+
+    @property
+    def copy_registers(self) -> int:
+        return {1: 40, 2: 24, 3: 32}[self.compute_wgs]
+
+    def shared_bytes(self, head_dim: int, value_head_dim: int, itemsize: int) -> int:
+        """What a CTA needs of `MAX_SHARED_BYTES`."""
+        q, out = (self.tile_q * dim * itemsize for dim in (head_dim, value_head_dim))
+        k, v = (self.num_stages * self.block_kv * dim * itemsize for dim in (head_dim, value_head_dim))
+        rows = self.tile_q * 4
+        buffers = (q if self.out_has_own_buffer else max(q, out), k, v, out * self.out_has_own_buffer, rows, rows)
+        return sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers) + BARRIER_BYTES

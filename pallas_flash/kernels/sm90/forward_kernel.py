@@ -1,0 +1,349 @@
+"""FlashAttention forward for Hopper: warp-specialised, persistent, softmax overlapped with the tensor cores.
+
+A CTA is one warpgroup that copies (TMA) and `compute_wgs` that compute. Each of these holds 64 queries and walks over
+the keys in blocks (FlashAttention-2's order). Beside S(j) = Q K(j)^T runs O += P(j-1) V(j-1), both issued back to back;
+the softmax of S(j) overlaps with the rest of the second (FlashAttention-3, section 3.2) and with the products of the
+other warpgroups, which take turns (section 3.1).
+
+ptxas serialises wgmma where its operands could move while it runs. Hence: P becomes 16-bit only when nothing is in
+flight, nothing is in flight across the end of a loop's body, and an accumulator's scope opens just before its product.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import masks
+from pallas_flash.kernels import barriers as bar
+from pallas_flash.kernels import matmul, memory, softmax, tile_mask
+from pallas_flash.kernels.sm90 import plan as plan_
+from pallas_flash.kernels.sm90 import schedule
+from pallas_flash.kernels.sm90.config import COLUMNS, ROWS, ForwardConfig, round_up
+from pallas_flash.kernels.sm90.plan import Barriers, Buffers, Inputs, Plan, Ref, State, Work
+from pallas_flash.kernels.sm90.schedule import WorkItem
+from pallas_flash.spec import AttentionSpec, Operands, Residuals
+
+
+def _padded(array: jax.Array) -> jax.Array:
+    _, rows, _, columns = array.shape
+    missing = (0, round_up(rows, ROWS) - rows), (0, 0), (0, round_up(columns, COLUMNS) - columns)
+    return jnp.pad(array, ((0, 0), *missing)) if missing != ((0, 0),) * 3 else array
+
+
+def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, interpret: Any = None) -> Residuals:
+    """interpret: `plgpu.InterpretGPUParams` to run the kernel in Pallas' interpreter."""
+    shapes = operands.shapes
+    q, k, v = _padded(operands.q), _padded(operands.k), _padded(operands.v)
+    tensor_cores = matmul.Wgmma() if interpret is None else matmul.Interpreted()
+    held = shapes._replace(q_len=q.shape[1], head_dim=q.shape[-1], value_head_dim=v.shape[-1])
+    plan = Plan(spec, held, q.dtype, config, tensor_cores)
+    work = jnp.asarray(schedule.work_items(spec, operands, config))
+    scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
+    sinks = None if operands.sinks is None else operands.sinks.astype(jnp.float32)
+    inputs = Inputs(work, q, k, v, scale, sinks, operands.q_offset, operands.mask)
+    row_type = jax.ShapeDtypeStruct((held.batch, held.num_q_heads, held.q_len), jnp.float32)
+    out_type = jax.ShapeDtypeStruct((*q.shape[:3], held.value_head_dim), q.dtype)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan),
+        out_type=(Residuals(out_type, row_type, row_type),),
+        scratch_types=(plan_.buffers(plan), plan_.barriers(plan)),
+        grid=(work.shape[0],),
+        grid_names=("cta",),
+        num_threads=config.compute_wgs + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+        kernel_name="flash_attention_forward_sm90",
+    )
+    ((out, m, row_sum),) = kernel(inputs)
+    rows = slice(shapes.q_len)
+    return Residuals(out[:, rows, :, : shapes.value_head_dim], m[..., rows], row_sum[..., rows])
+
+
+def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers, barriers: Barriers) -> None:
+    config = plan.config
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg < config.compute_wgs)
+    def _compute() -> None:
+        plgpu.set_max_registers(config.compute_registers, action="increase")
+        _compute_warpgroup(plan, inputs, outputs, buffers, barriers, wg)
+
+    @pl.when(wg == config.compute_wgs)
+    def _copy() -> None:
+        plgpu.set_max_registers(config.copy_registers, action="decrease")
+        _copy_warpgroup(plan, inputs, buffers, barriers)
+
+
+def _slot(plan: Plan, count: jax.Array) -> jax.Array:
+    return lax.rem(count, jnp.int32(plan.config.num_stages))
+
+
+def _key_block(item: WorkItem, step: jax.Array) -> jax.Array:
+    """The key block of a step. They are rotated so that the masked ones behind the unmasked ones come first, then the
+    masked ones before them, then the unmasked ones: the first steps are masked, the last ones are not."""
+    return item.kv_start + lax.rem(step + item.full_end - item.kv_start, item.kv_end - item.kv_start)
+
+
+# The warpgroup that copies.
+
+
+def _copy_warpgroup(plan: Plan, inputs: Inputs, buffers: Buffers, barriers: Barriers) -> None:
+    config = plan.config
+    cta = lax.axis_index("cta")
+    items = schedule.load_count(inputs.work, cta)
+    first = schedule.load_item(inputs.work, cta, jnp.int32(0))
+
+    def copy_tile(index: jax.Array, carry: tuple[WorkItem, jax.Array]) -> tuple[WorkItem, jax.Array]:
+        item, count = carry
+        following = schedule.load_item(inputs.work, cta, jnp.minimum(index + 1, items - 1))
+        kv_head = lax.div(item.head, jnp.int32(plan.shapes.q_heads_per_kv_head))
+
+        def copy_block(source: Ref, buffer: Ref, handshake: bar.Handshake, step: jax.Array) -> None:
+            slot = _slot(plan, count + step)
+            rows = pl.ds(_key_block(item, step) * config.block_kv, config.block_kv)
+            plgpu.barrier_wait(handshake.consumed.at[slot])
+            plgpu.copy_gmem_to_smem(source.at[item.batch, rows, kv_head], buffer.at[slot], handshake.produced.at[slot])
+
+        copy_k = functools.partial(copy_block, inputs.k, buffers.k, barriers.k)
+        copy_v = functools.partial(copy_block, inputs.v, buffers.v, barriers.v)
+        # The first keys do not wait for the last tile's queries to be done with.
+        copy_k(jnp.int32(0))
+        for wg in range(config.compute_wgs):
+            q_rows = pl.ds(item.qi * config.tile_q + wg * config.block_q, config.block_q)
+            plgpu.barrier_wait(barriers.q.consumed.at[wg])
+            plgpu.copy_gmem_to_smem(
+                inputs.q.at[item.batch, q_rows, item.head], buffers.q.at[wg], barriers.q.produced.at[wg]
+            )
+        steps = item.kv_end - item.kv_start
+
+        @pl.loop(1, steps)
+        def _(step: jax.Array) -> None:
+            copy_k(step)
+            copy_v(step - 1)
+
+        copy_v(steps - 1)
+        return following, count + steps
+
+    lax.fori_loop(0, items, copy_tile, (first, jnp.int32(0)))
+    bar.await_all(barriers.q, config.compute_wgs)
+    bar.await_all(barriers.k, config.num_stages)
+    bar.await_all(barriers.v, config.num_stages)
+
+
+# The warpgroups that compute.
+
+
+def _compute_warpgroup(
+    plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers, barriers: Barriers, wg: jax.Array
+) -> None:
+    config = plan.config
+    cta = lax.axis_index("cta")
+    plgpu.barrier_arrive(barriers.q.consumed.at[wg])
+    bar.release_all(barriers.k, config.num_stages)
+    bar.release_all(barriers.v, config.num_stages)
+    if barriers.turns is not None:
+        barriers.turns.open(wg)
+    items = schedule.load_count(inputs.work, cta)
+    first = schedule.load_item(inputs.work, cta, jnp.int32(0))
+
+    def compute_tile(index: jax.Array, carry: tuple[WorkItem, jax.Array]) -> tuple[WorkItem, jax.Array]:
+        item, count = carry
+        work = _work(plan, inputs, wg, item, count)
+        attend = functools.partial(_attend, plan, buffers, barriers, work)
+        acc_shape = (config.block_q, plan.shapes.value_head_dim)
+        out, stats = plan.tensor_cores.accumulator(attend, acc_shape, _at(buffers.acc, wg))
+        # Loaded here, the next item arrives while this one is stored.
+        following = schedule.load_item(inputs.work, cta, jnp.minimum(index + 1, items - 1))
+        _store_tile(plan, outputs, buffers, barriers, work, out, softmax.finish(stats))
+        return following, count + item.kv_end - item.kv_start
+
+    lax.fori_loop(0, items, compute_tile, (first, jnp.int32(0)))
+    plgpu.wait_smem_to_gmem(0)
+    if barriers.turns is not None:
+        barriers.turns.close(wg)
+
+
+def _at(buffer: Ref | None, wg: jax.Array) -> Ref | None:
+    return None if buffer is None else buffer.at[wg]
+
+
+def _work(plan: Plan, inputs: Inputs, wg: jax.Array, item: WorkItem, count: jax.Array) -> Work:
+    config, spec = plan.config, plan.spec
+    return Work(
+        wg=wg,
+        item=item,
+        q_base=item.qi * config.tile_q + wg * config.block_q,
+        count=count,
+        scale=spec.scale if inputs.scale is None else inputs.scale[0],
+        sink=None if inputs.sinks is None else inputs.sinks[item.head],
+        q_offset=spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch],
+        mask=tuple(tuple(array[item.batch] for array in arrays) for arrays in inputs.mask),
+    )
+
+
+def _attend(
+    plan: Plan, buffers: Buffers, barriers: Barriers, work: Work, acc: Ref
+) -> tuple[jax.Array, softmax.RowStatistics]:
+    """One query tile: O, not yet normalised, and its row statistics."""
+    item = work.item
+    steps = item.kv_end - item.kv_start
+    step = functools.partial(_step, plan, buffers, barriers, work, acc)
+
+    plgpu.barrier_wait(barriers.q.produced.at[work.wg])
+    state = step(jnp.int32(0), None, masked=plan.some_masked)
+    first_unmasked: Any = 1
+    if plan.some_masked:
+        first_unmasked = jnp.maximum(steps - (item.full_end - item.full_start), 1)
+        state = lax.fori_loop(1, first_unmasked, functools.partial(step, masked=True), state)
+    state = lax.fori_loop(first_unmasked, steps, functools.partial(step, masked=False), state)
+
+    last = _slot(plan, work.count + steps - 1)
+    plgpu.barrier_wait(barriers.v.produced.at[last])
+    plan.tensor_cores.start(acc, state.p, buffers.v.at[last])
+    out = plan.tensor_cores.load(acc, pending=0)
+    plgpu.barrier_arrive(barriers.v.consumed.at[last])
+    return out, state.stats
+
+
+def _step(
+    plan: Plan,
+    buffers: Buffers,
+    barriers: Barriers,
+    work: Work,
+    acc: Ref,
+    step: jax.Array,
+    state: State | None,
+    *,
+    masked: bool,
+) -> State:
+    """S(step), and O += P V of the step before (none before the first), then the softmax of S."""
+    config, tensor_cores = plan.config, plan.tensor_cores
+    last = _slot(plan, work.count + step - 1)
+    products = functools.partial(_products, plan, buffers, barriers, work, acc, step, state)
+    shape = (config.block_q, config.block_kv)
+    scores = tensor_cores.accumulator(products, shape, _at(buffers.scores, work.wg))
+    scores = _modify(plan, scores, work)
+    if masked:
+        scores = _mask(plan, scores, work, step)
+
+    stats = softmax.initial_statistics(config.block_q, work.sink) if state is None else state.stats
+    m = softmax.new_maximum(stats, scores, plan.to_log2)
+    shift, sums = m, stats.l
+    if state is None and work.sink is not None:  # the accumulator is still zero, the sum is not
+        sums = sums * jnp.exp2(stats.shift - shift)
+    if state is not None:
+        rescale = _must_rescale(plan, m, stats)
+        if rescale is not None:
+            shift = lax.cond(rescale, lambda: m, lambda: stats.shift)
+        tensor_cores.wait(0)
+        plgpu.barrier_arrive(barriers.v.consumed.at[last])
+        out, sums = _rescaled(rescale, stats.shift - shift, tensor_cores.load(acc, pending=0), sums)
+        tensor_cores.store(acc, out)
+    p = softmax.probabilities(scores, shift, plan.to_log2)
+    stats = softmax.RowStatistics(m, shift, sums + p.sum(axis=1))
+    return State(stats, lax.optimization_barrier(p.astype(plan.dtype)))
+
+
+def _products(
+    plan: Plan,
+    buffers: Buffers,
+    barriers: Barriers,
+    work: Work,
+    acc: Ref,
+    step: jax.Array,
+    state: State | None,
+    s: Ref,
+) -> jax.Array:
+    """Issue S = Q K^T and O += P V back to back, wait for S only."""
+    wg, item, tensor_cores = work.wg, work.item, plan.tensor_cores
+    slot, last = _slot(plan, work.count + step), _slot(plan, work.count + step - 1)
+    plgpu.barrier_wait(barriers.k.produced.at[slot])
+    if barriers.turns is not None:
+        barriers.turns.wait(wg)
+    tensor_cores.start(s, buffers.q.at[wg], buffers.k.at[slot].transpose((1, 0)))
+    if state is not None:
+        plgpu.barrier_wait(barriers.v.produced.at[last])
+        tensor_cores.start(acc, state.p, buffers.v.at[last])
+    if barriers.turns is not None:
+        barriers.turns.pass_on(wg)
+    scores = tensor_cores.load(s, pending=0 if state is None else 1)
+    plgpu.barrier_arrive(barriers.k.consumed.at[slot])
+    if plan.config.out_has_own_buffer:  # after the last product with these queries, the next ones may load
+        is_last = step == item.kv_end - item.kv_start - 1
+        pl.when(is_last)(lambda: plgpu.barrier_arrive(barriers.q.consumed.at[wg]))
+    return scores
+
+
+def _modify(plan: Plan, scores: jax.Array, work: Work) -> jax.Array:
+    """From q.k to logits in natural units, unless the softmax takes q.k itself."""
+    if plan.raw_scores:
+        return scores
+    scores = scores * work.scale
+    return scores if plan.spec.soft_cap is None else softmax.soft_cap(scores, plan.spec.soft_cap)
+
+
+def _mask(plan: Plan, scores: jax.Array, work: Work, step: jax.Array) -> jax.Array:
+    index = tile_mask.TileIndex(
+        shape=scores.shape,
+        batch=work.item.batch,
+        head=work.item.head,
+        q_base=work.q_base,
+        kv_base=_key_block(work.item, step) * plan.config.block_kv,
+        q_offset=work.q_offset,
+    )
+    live = masks.allowed(plan.spec.mask, work.mask, index)
+    if plan.shapes.kv_len % plan.config.block_kv:
+        inside = index.kv_pos < plan.shapes.kv_len
+        live = inside if live is None else live & inside
+    return jnp.where(live, scores, -jnp.inf)
+
+
+def _must_rescale(plan: Plan, m: jax.Array, stats: softmax.RowStatistics) -> jax.Array | None:
+    """Whether some maximum has run ahead of its row's shift by more than the threshold; None: always rescale."""
+    threshold = plan.config.rescale_threshold
+    return plan.tensor_cores.any_row(m - stats.shift > threshold) if threshold > 0 else None
+
+
+def _rescaled(
+    rescale: jax.Array | None, log2_alpha: jax.Array, out: jax.Array, sums: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What was summed up under the old shift, under the new one."""
+
+    def scaled(out: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+        alpha = jnp.exp2(log2_alpha)
+        return out * softmax.rows_like(alpha, out), sums * alpha
+
+    return scaled(out, sums) if rescale is None else lax.cond(rescale, scaled, lambda out, sums: (out, sums), out, sums)
+
+
+def _store_tile(
+    plan: Plan,
+    outputs: Residuals,
+    buffers: Buffers,
+    barriers: Barriers,
+    work: Work,
+    out: jax.Array,
+    stats: softmax.FinalStatistics,
+) -> None:
+    wg, item = work.wg, work.item
+    rows = pl.ds(work.q_base, plan.config.block_q)
+    out_smem = (buffers.q if buffers.out is None else buffers.out).at[wg]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's
+    out_smem[...] = (out * softmax.rows_like(stats.normalizer, out)).astype(plan.dtype)
+    buffers.m[wg] = stats.m
+    buffers.l[wg] = stats.l
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_smem, outputs.out.at[item.batch, rows, item.head])
+    memory.store_rows(buffers.m.at[wg], outputs.m.at[item.batch, item.head], rows)
+    memory.store_rows(buffers.l.at[wg], outputs.l.at[item.batch, item.head], rows)
+    if buffers.out is None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(barriers.q.consumed.at[wg])

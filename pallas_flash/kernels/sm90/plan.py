@@ -1,0 +1,121 @@
+"""What the Hopper forward kernel works with: its operands, buffers, barriers and static facts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.kernels import barriers as bar
+from pallas_flash.kernels import matmul, memory, softmax
+from pallas_flash.kernels.sm90.config import ForwardConfig
+from pallas_flash.kernels.sm90.schedule import WorkItem
+from pallas_flash.spec import LOG2E, AttentionSpec, Shapes
+
+Ref = Any
+
+
+class Inputs(NamedTuple):
+    """In device memory; what is absent is None."""
+
+    work: Ref
+    q: Ref
+    k: Ref
+    v: Ref
+    scale: Ref | None  # [1]
+    sinks: Ref | None  # [N]
+    q_offset: Ref | None  # [B]
+    mask: tuple[tuple[Ref, ...], ...]  # of parts that have one int32 a batch element
+
+
+class Buffers(NamedTuple):
+    q: Ref  # [warpgroups, block_q, H]
+    k: Ref  # [stages, block_kv, H]
+    v: Ref  # [stages, block_kv, Hv]
+    out: Ref | None  # [warpgroups, block_q, Hv]; None: shares q
+    m: Ref  # [warpgroups, block_q]
+    l: Ref  # noqa: E741
+    scores: Ref | None  # accumulators, which only the interpreter needs in memory
+    acc: Ref | None
+
+
+class Barriers(NamedTuple):
+    q: bar.Handshake
+    k: bar.Handshake
+    v: bar.Handshake
+    turns: bar.Turns | None
+
+
+class State(NamedTuple):
+    """Of one warpgroup between two key blocks; O's accumulator stands apart."""
+
+    stats: softmax.RowStatistics
+    p: jax.Array  # P of the last block, not yet multiplied with V
+
+
+class Work(NamedTuple):
+    """A work item as one compute warpgroup sees it."""
+
+    wg: jax.Array
+    item: WorkItem
+    q_base: jax.Array
+    count: jax.Array  # key blocks of the items before
+    scale: Any
+    sink: jax.Array | None
+    q_offset: Any
+    mask: tuple[tuple[jax.Array, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about a kernel."""
+
+    spec: AttentionSpec
+    shapes: Shapes
+    dtype: Any
+    config: ForwardConfig
+    tensor_cores: matmul.TensorCores
+
+    @property
+    def some_masked(self) -> bool:
+        return bool(self.spec.mask) or self.shapes.kv_len % self.config.block_kv != 0
+
+    @property
+    def raw_scores(self) -> bool:
+        """Whether the softmax works on q.k itself, with the scale folded into its exponent: a monotonic map."""
+        return self.spec.scale is not None and self.spec.scale > 0 and self.spec.soft_cap is None
+
+    @property
+    def to_log2(self) -> float:
+        """From scores to logits in base 2."""
+        return self.spec.scale * LOG2E if self.raw_scores else LOG2E
+
+
+def buffers(plan: Plan) -> Buffers:
+    shapes, config = plan.shapes, plan.config
+    wgs, block_q, block_kv = config.compute_wgs, config.block_q, config.block_kv
+    matrix = functools.partial(memory.matrix, dtype=plan.dtype)
+    return Buffers(
+        q=matrix((wgs, block_q, shapes.head_dim)),
+        k=matrix((config.num_stages, block_kv, shapes.head_dim)),
+        v=matrix((config.num_stages, block_kv, shapes.value_head_dim), contract_rows=True),
+        out=matrix((wgs, block_q, shapes.value_head_dim)) if config.out_has_own_buffer else None,
+        m=memory.rows((wgs, block_q)),
+        l=memory.rows((wgs, block_q)),
+        scores=plan.tensor_cores.scratch((wgs, block_q, block_kv)),
+        acc=plan.tensor_cores.scratch((wgs, block_q, shapes.value_head_dim)),
+    )
+
+
+def barriers(plan: Plan) -> Barriers:
+    config = plan.config
+    wgs = config.compute_wgs
+    return Barriers(
+        q=bar.handshake(wgs, 1),
+        k=bar.handshake(config.num_stages, wgs),
+        v=bar.handshake(config.num_stages, wgs),
+        turns=bar.Turns(plgpu.Barrier(num_barriers=wgs)) if config.take_turns and wgs > 1 else None,
+    )

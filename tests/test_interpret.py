@@ -1,0 +1,159 @@
+"""The kernels' own bodies in Pallas' GPU interpreter, with race detection, against the reference in float32.
+
+It sees neither registers nor swizzles nor how TMA clips: test_lowering.py and the GPU suite see to those. The cases run
+in a process of their own, `python -m tests.test_interpret`, as XLA reads NPROC when it starts: with fewer threads than
+warpgroups the interpreter would wait for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import masks, reference
+from pallas_flash.kernels import sm90
+from pallas_flash.kernels.sm90.config import ForwardConfig
+from pallas_flash.spec import AttentionSpec, Operands
+
+ROOT = Path(__file__).parent.parent
+CAUSAL = masks.Band(None, 0)
+SMALL = ForwardConfig(block_kv=64, num_ctas=2, head_group=2)
+
+
+def operands_of(batch, q_len, kv_len, heads, kv_heads, dims, dtype=jnp.bfloat16, **more):
+    rng = np.random.default_rng(0)
+    head_dim, value_head_dim = dims
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    q = draw(batch, q_len, heads, head_dim)
+    k, v = draw(batch, kv_len, kv_heads, head_dim), draw(batch, kv_len, kv_heads, value_head_dim)
+    return Operands(q, k, v, **more)
+
+
+def check(spec: AttentionSpec, operands: Operands, config: ForwardConfig = SMALL) -> None:
+    operands = operands._replace(mask=operands.mask or ((),) * len(spec.mask))
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    got = sm90.forward(spec, operands, config=config, interpret=interpret).residuals
+    assert not races_found()
+    exact = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in ("q", "k", "v")})
+    want = reference.forward(spec, exact).residuals
+    alive = np.isfinite(np.asarray(want.m))
+    error = np.linalg.norm(got.out.astype(np.float32) - want.out) / np.linalg.norm(want.out)
+    assert error < 3e-3, error
+    np.testing.assert_array_equal(np.isfinite(got.m), alive)
+    np.testing.assert_allclose(np.where(alive, got.m, 0), np.where(alive, want.m, 0), atol=2e-5)
+    np.testing.assert_allclose(got.l, want.l, rtol=1e-4)
+    assert np.all(np.asarray(got.out).swapaxes(1, 2)[~alive] == 0)
+
+
+def races_found() -> bool:
+    """jax 0.12 raises on a race; 0.11.2 only notes it."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    return gpu_callbacks.get_races().races_found
+
+
+CASES = {
+    "causal, grouped heads": (AttentionSpec(0.125, (CAUSAL,)), operands_of(1, 256, 256, 2, 1, (64, 64)), SMALL),
+    "three warpgroups, shared buffer, seldom rescaled": (
+        AttentionSpec(0.5, (CAUSAL,)),
+        operands_of(1, 200, 320, 1, 1, (64, 64)),
+        dataclasses.replace(SMALL, compute_wgs=3, out_has_own_buffer=False, rescale_threshold=4.0),
+    ),
+    "no turns, different head dims, one query": (
+        AttentionSpec(0.125),
+        operands_of(1, 1, 133, 2, 2, (24, 40)),
+        dataclasses.replace(SMALL, take_turns=False),
+    ),
+    "window, dead rows, a sink of -inf": (
+        AttentionSpec(0.125, (masks.Band(20, -3),), q_offset=-10),
+        operands_of(1, 200, 160, 1, 1, (64, 64), sinks=jnp.array([-jnp.inf])),
+        SMALL,
+    ),
+    "soft cap, sinks, float16": (
+        AttentionSpec(0.125, (CAUSAL,), soft_cap=3.0),
+        operands_of(1, 128, 128, 2, 2, (64, 64), jnp.float16, sinks=jnp.array([0.5, -1.0])),
+        SMALL,
+    ),
+    "traced scale < 0 and offsets, prefix, chunks, query lengths": (
+        AttentionSpec(None, (masks.PrefixLM(), masks.Chunked(100), masks.QueryLengths()), q_offset=None),
+        operands_of(
+            2, 128, 192, 1, 1, (64, 64), scale=jnp.float32(-0.1), q_offset=jnp.array([0, 50]),
+            mask=((jnp.array([30, 150]),), (), (jnp.array([70, 128]),)),
+        ),
+        SMALL,
+    ),
+}  # fmt: skip
+
+
+def check_that_a_wrong_mask_is_noticed() -> None:
+    """The comparison is no formality: a band that is one key too wide fails it."""
+    wide = AttentionSpec(0.125, (masks.Band(None, 1),))
+    operands = operands_of(1, 64, 64, 1, 1, (64, 64), mask=((),))
+    config = dataclasses.replace(SMALL, compute_wgs=1)
+    got = sm90.forward(wide, operands, config=config, interpret=plgpu.InterpretGPUParams()).residuals
+    want = reference.forward(dataclasses.replace(wide, mask=(CAUSAL,)), operands).residuals
+    assert float(jnp.abs(got.out - want.out).max()) > 0.1
+
+
+def check_that_a_race_is_noticed() -> None:
+    """Two warpgroups that write the same buffer, with nothing between them."""
+
+    def body(out, buffer):
+        buffer[...] = jnp.full((128,), lax.axis_index("wg"), jnp.float32)
+        plgpu.commit_smem()
+        out[lax.axis_index("wg")] = buffer[...]
+
+    racing = plgpu.kernel(
+        body,
+        out_type=jnp.zeros((2, 128), jnp.float32),
+        scratch_types=(plgpu.SMEM((128,), jnp.float32),),
+        num_threads=2,
+        thread_name="wg",
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    try:
+        np.asarray(racing())
+    except Exception as error:
+        assert "race" in str(error).lower(), error
+    else:
+        assert races_found()
+
+
+def failure(check: Callable[..., None], *args) -> str | None:
+    try:
+        check(*args)
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
+def main() -> None:
+    """Run every case and say how it went; exit with 1 if any failed."""
+    checks = {name: (check, *case) for name, case in CASES.items()}
+    checks |= {f.__name__: (f,) for f in (check_that_a_wrong_mask_is_noticed, check_that_a_race_is_noticed)}
+    failures = {name: failure(*call) for name, call in checks.items()}
+    for name, problem in failures.items():
+        print(f"{name}: {problem or 'passed'}")
+    sys.exit(any(failures.values()))
+
+
+def test_the_kernels_are_right_and_have_no_race():
+    environment = os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.test_interpret"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count(": passed\n") == len(CASES) + 2
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Every kernel, in every configuration of the tables, lowers for CUDA on a machine without a GPU.
+
+Lowering finds dtype mismatches, layouts that do not fit, TMA's rules and shared memory that overflows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_flash import masks
+from pallas_flash.kernels import sm90
+from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, ForwardConfig
+from pallas_flash.spec import AttentionSpec, Operands
+from pallas_flash.tuning import cache
+
+ROOT = Path(__file__).parent.parent
+CAUSAL = masks.Band(None, 0)
+TABLE = cache.entries("sm90_forward")
+
+
+def operands_of(dims, q_len=1024, kv_len=1024, heads=(8, 2), dtype=jnp.bfloat16, **more):
+    array = jax.ShapeDtypeStruct
+    q = array((2, q_len, heads[0], dims[0]), dtype)
+    k, v = array((2, kv_len, heads[1], dims[0]), dtype), array((2, kv_len, heads[1], dims[1]), dtype)
+    return Operands(q, k, v, **more)
+
+
+def lower(spec: AttentionSpec, operands: Operands, config: ForwardConfig | None = None) -> str:
+    operands = operands._replace(mask=operands.mask or ((),) * len(spec.mask))
+    assert sm90.unsupported(spec, operands) is None
+    leaves, tree = jax.tree.flatten(operands)
+    call = lambda *leaves: sm90.forward(spec, jax.tree.unflatten(tree, leaves), config=config)  # noqa: E731
+    return jax.jit(call).trace(*leaves).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("entry", TABLE, ids=lambda e: "-".join(map(str, e["case"].values())))
+def test_every_tuned_config_lowers(entry, dtype):
+    case, config = cache.Case(**entry["case"]), ForwardConfig(**entry["config"])
+    spec = AttentionSpec(0.1, (CAUSAL,) if case.mask == "causal" else ())
+    assert config.shared_bytes(case.head_dim, case.value_head_dim, 2) <= MAX_SHARED_BYTES
+    assert "mosaic_gpu" in lower(spec, operands_of(case[:2], dtype=dtype), config)
+
+
+FEATURES = {
+    "odd sizes": (AttentionSpec(0.1, (CAUSAL,)), operands_of((72, 40), 77, 133)),
+    "one query": (AttentionSpec(0.1), operands_of((128, 128), 1, 1)),
+    "window": (AttentionSpec(0.1, (masks.Band(100, 0),)), operands_of((128, 128))),
+    "soft cap, sinks": (
+        AttentionSpec(0.1, (CAUSAL,), soft_cap=30.0),
+        operands_of((128, 128), sinks=jax.ShapeDtypeStruct((8,), jnp.float32)),
+    ),
+    "traced scale and offsets": (
+        AttentionSpec(None, (CAUSAL,), q_offset=None),
+        operands_of(
+            (64, 64),
+            scale=jax.ShapeDtypeStruct((), jnp.float32),
+            q_offset=jax.ShapeDtypeStruct((2,), jnp.int32),
+        ),
+    ),
+    "chunks, prefix, query lengths": (
+        AttentionSpec(0.1, (masks.Chunked(64), masks.PrefixLM(), masks.QueryLengths())),
+        operands_of((64, 64), mask=((), *((jax.ShapeDtypeStruct((2,), jnp.int32),),) * 2)),
+    ),
+    "different head dims": (AttentionSpec(0.1), operands_of((256, 64))),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_lowers(feature):
+    lower(*FEATURES[feature])
+
+
+@pytest.mark.parametrize("way", ["vmap", "scan", "shard_map", "x64"])
+def test_it_lowers_inside(way):
+    """What users wrap around a call."""
+    spec = AttentionSpec(None, (CAUSAL,), q_offset=None, soft_cap=30.0)
+    call = lambda *arrays: sm90.forward(spec, Operands(*arrays[:3], scale=arrays[3], mask=((),), q_offset=arrays[4]))  # noqa: E731
+    operands = operands_of((64, 64))
+    array = jax.ShapeDtypeStruct
+    arrays = [*operands[:3], array((), jnp.float32), array((2,), jnp.int32)]
+    if way in ("vmap", "scan"):
+        arrays = [array((3, *x.shape), x.dtype) for x in arrays]
+    if way == "vmap":
+        call = jax.vmap(call)
+    elif way == "scan":
+        one = call
+        call = lambda *arrays: jax.lax.scan(lambda carry, xs: (carry, one(*xs)), 0, arrays)  # noqa: E731
+    elif way == "shard_map":
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        data, every = jax.P("data"), jax.P()
+        call = jax.shard_map(call, mesh=mesh, in_specs=(data, data, data, every, data), out_specs=data)
+    with jax.enable_x64(way == "x64"):
+        assert "mosaic_gpu" in jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_batch_times_heads_may_pass_the_limits_of_a_cuda_grid():
+    array = jax.ShapeDtypeStruct
+    q = array((70_000, 8, 1, 64), jnp.bfloat16)
+    lower(AttentionSpec(0.1), Operands(q, q, q))
+
+
+def test_what_it_cannot_do_it_refuses():
+    operands = operands_of((64, 64))
+    spec = AttentionSpec(0.1)
+    assert sm90.unsupported(spec, operands) is None
+    refused = [
+        (spec, operands_of((64, 64), dtype=jnp.float32)),
+        (spec, operands_of((264, 64))),
+        (spec, operands._replace(bias=jax.ShapeDtypeStruct((1, 1, 1, 1024), jnp.float32))),
+        (dataclasses.replace(spec, dropout_rate=0.1), operands),
+        (dataclasses.replace(spec, precision="highest"), operands),
+        (dataclasses.replace(spec, return_max_logit=True), operands._replace(sinks=jnp.zeros(8))),
+        (spec, operands_of((64, 64), q_len=2**28)),
+    ]
+    parts = (masks.KeyValueLengths(), masks.Segments(), masks.Dense(), masks.Predicate(None))
+    refused += [(dataclasses.replace(spec, mask=(part,)), operands) for part in parts]
+    for refused_spec, refused_operands in refused:
+        assert sm90.unsupported(refused_spec, refused_operands)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"block_q": 128}, {"block_kv": 20}, {"compute_wgs": 4}, {"num_stages": 1}, {"rescale_threshold": 20.0}]
+)
+def test_a_config_names_what_is_wrong(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ForwardConfig(**wrong)
+
+
+def test_the_table_says_what_was_measured():
+    """A measured entry is a row of the results, with the very same config."""
+    for entry in TABLE:
+        if measured := entry["measured"]:
+            runs = json.loads((ROOT / measured["results"]).read_text())["runs"]
+            rows = [row for row in runs[-1]["rows"] if row["case"] == measured["case"]]
+            rows = [row for row in rows if row.get("config") == entry["config"] and row["row_sums"] == "every step"]
+            assert [{key: row.get(key) for key in ("ms", "tflops", "x_fa3")} for row in rows] == [
+                {key: measured.get(key) for key in ("ms", "tflops", "x_fa3")}
+            ]
+
+
+def test_importing_the_package_does_not_import_pallas():
+    program = (
+        "import sys, pallas_flash.kernels.sm90; print([n for n in sys.modules if n.startswith('jax.experimental')])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert "jax.experimental.pallas" not in run.stdout and "mosaic" not in run.stdout
