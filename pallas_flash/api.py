@@ -88,7 +88,7 @@ def flash_attention(
     Raises:
       ValueError: an argument is wrong; the message names it, what came and what is wanted.
       NotImplementedError: `implementation` was named and cannot compute this call, or not this derivative of it
-        (forward mode: implementation="reference").
+        (forward mode: implementation="reference"; inside jit, JAX's own TypeError says so).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -142,16 +142,21 @@ def _without_vjp(call: Canonical) -> Output:
     return Output(residuals.out, autodiff.log_sum_exp(residuals.m, residuals.l), max_logit)
 
 
+# What JAX says where a derivative or a device is missing, and what it means here.
+_REFUSALS = {
+    "forward-mode": 'has no forward-mode derivative (jvp, jacfwd, linearize): use implementation="reference"',
+    "Only interpret mode": "runs on NVIDIA GPUs only",
+}
+
+
 def _with_vjp(choice: autodiff.Choice, call: Canonical) -> Output:
     try:
         return autodiff.attention(choice, call.spec, call.operands)
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        raise NotImplementedError(
-            f"implementation={choice.default.NAME!r} has no forward-mode derivative (jvp, jacfwd, linearize): "
-            'use implementation="reference"'
-        ) from error
+    except (TypeError, ValueError) as error:
+        for said, meaning in _REFUSALS.items():
+            if said in str(error):
+                raise NotImplementedError(f"implementation={choice.default.NAME!r} {meaning}") from error
+        raise
 
 
 def _restore(call: Canonical, output: Output, *, return_residual: bool) -> Any:

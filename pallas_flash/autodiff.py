@@ -20,8 +20,6 @@ from pallas_flash.spec import (
     Implementation,
     Operands,
     Residuals,
-    vary,
-    varying_axes,
 )
 
 # A remat policy that saves these (jax.checkpoint_policies.save_only_these_names(*CHECKPOINT_NAMES)) keeps the forward
@@ -47,15 +45,9 @@ def log_sum_exp(m: Array, l: Array) -> Array:  # noqa: E741
     return jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attention(choice: Choice, spec: AttentionSpec, operands: Operands) -> Output:
     """Attention by the chosen implementation, differentiable in the operands that spec.Operands marks."""
-    # Inside shard_map a replicated operand's gradient must be summed over the mesh: the cast's transpose does it.
-    axes = varying_axes(operands)
-    return _attention(choice, spec, jax.tree.map(lambda x: vary(x, axes), operands))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(choice: Choice, spec: AttentionSpec, operands: Operands) -> Output:
     return _attention_fwd(choice, spec, operands)[0]
 
 
@@ -76,7 +68,7 @@ def _attention_bwd(
     return (_in_place_of(operands, gradients),)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _run(choice: Choice, method: str, spec: AttentionSpec, *arrays: Any) -> Any:

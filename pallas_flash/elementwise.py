@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
-from pallas_flash.spec import Array
+from pallas_flash.spec import Array, vary, varying_axes
 
 # Operations whose printed form does not determine what they do: two of them are equal only if the functions are.
 _OPAQUE = ("custom_jvp_call", "custom_vjp_call", "callback", "ffi_call", "pallas_call")
@@ -24,10 +24,13 @@ class Elementwise:
     """The jaxpr of a scalar function. Equal programs are equal objects, so a lambda written anew in every step of a
     training loop does not compile anew."""
 
-    def __init__(self, fn: Callable[..., Any], jaxpr: Any):
+    def __init__(self, function: Callable[..., Any], jaxpr: Any, axes: tuple[str, ...]):
         self.jaxpr = jaxpr
+        self._axes = axes  # the mesh axes that the arguments must vary over, as they did when it was traced
         program = str(jaxpr)
-        self._key = (program, fn if any(name in program for name in _OPAQUE) else None)
+        opaque = any(name in program for name in _OPAQUE)
+        self._key = (program, tuple(_inner_constants(jaxpr)), axes, id(function) if opaque else None)
+        self._function = function if opaque else None  # kept, so that its id stays its own
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -38,6 +41,7 @@ class Elementwise:
     def __call__(self, captures: Sequence[Array], *args: Array) -> Array:
         """Apply to arrays of one rank that broadcast against each other. Axes of size 1 stay scalars inside, so that
         `table[head]` is one load where all elements share the head."""
+        args = tuple(vary(arg, self._axes) for arg in args)
         shape = jnp.broadcast_shapes(*(arg.shape for arg in args))
         program = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, list(captures)))
         function = lambda *scalars: program(*scalars)[0]  # noqa: E731
@@ -49,11 +53,22 @@ class Elementwise:
         return result.reshape(shape)
 
 
+def _inner_constants(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
+    """The arrays inside nested programs (an inner jit's captures), which their printed form leaves out."""
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                for constant in map(np.asarray, getattr(inner, "consts", ())):
+                    yield str(constant.dtype), constant.shape, constant.tobytes()
+                yield from _inner_constants(inner)
+
+
 def trace(
-    name: str, function: Callable[..., Any], arguments: dict[str, Any], result: Any
+    name: str, function: Callable[..., Any], arguments: dict[str, Any], result: Any, axes: tuple[str, ...] = ()
 ) -> tuple[Elementwise, tuple[Array, ...]]:
     """Trace `function` at scalars: arguments and result by dtype. Returns its program and the arrays that it captured.
 
+    axes: inside shard_map, the mesh axes that the arguments will vary over.
     Raises ValueError, under the argument's `name`, for what is no such function.
     """
     wanted = f"{name} must be a function ({', '.join(arguments)}) of scalars that returns one {np.dtype(result)} scalar"
@@ -61,10 +76,22 @@ def trace(
         raise ValueError(f"{wanted}, not {function!r}")
     try:
         inspect.signature(function).bind(*arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{wanted}: {error}") from error
-    closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct((), dtype) for dtype in arguments.values()))
+    closed = _jaxpr(function, arguments, axes)
+    captured_axes = varying_axes(closed.consts)
+    if not set(captured_axes) <= set(axes):
+        axes = tuple(sorted({*axes, *captured_axes}))
+        closed = _jaxpr(function, arguments, axes)
+    if any(jnp.issubdtype(const.dtype, jnp.complexfloating) for const in closed.consts):
+        raise ValueError(f"{wanted}, and captures no complex array")
     returned: list[Any] = [var.aval for var in closed.jaxpr.outvars]
     if len(returned) != 1 or returned[0].shape != () or returned[0].dtype != result:
         raise ValueError(f"{wanted}, not {', '.join(map(str, returned)) or None}")
-    return Elementwise(function, closed.jaxpr), tuple(jnp.asarray(const) for const in closed.consts)
+    return Elementwise(function, closed.jaxpr, axes), tuple(jnp.asarray(const) for const in closed.consts)
+
+
+def _jaxpr(function: Callable[..., Any], arguments: dict[str, Any], axes: tuple[str, ...]) -> Any:
+    scalars = (vary(jnp.zeros((), dtype), axes) for dtype in arguments.values())
+    # Through a new function: make_jaxpr remembers programs by function, and what this one captures may have changed.
+    return jax.make_jaxpr(lambda *args: function(*args))(*scalars)

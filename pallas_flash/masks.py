@@ -250,11 +250,19 @@ def _mask(part: Part, *arrays: Any) -> Mask:
     return Mask((part,), (arrays,))
 
 
-def _integers(name: str, value: Any) -> Array:
-    value = jnp.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise ValueError(f"{name} must hold integers, not {value.dtype}")
-    return value.astype(jnp.int32)
+def integers(name: str, value: Any) -> Any:
+    """`value` as an array (NumPy's stay NumPy's); ValueError unless it holds integers."""
+    array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"{name} must be of an integer dtype, not {array.dtype}{list(array.shape)}")
+    return array
+
+
+def clamp(array: Any, low: int, high: int) -> Array:
+    """Integers of any dtype as int32, each clamped to [low, high] before it is cut to 32 bits."""
+    limits = np.iinfo(array.dtype)
+    xp = np if isinstance(array, np.ndarray | np.generic) else jnp
+    return jnp.asarray(xp.clip(array, max(low, limits.min), min(high, limits.max)).astype(np.int32))
 
 
 def everything() -> Mask:
@@ -281,30 +289,30 @@ def sliding_window(left: int | None = None, right: int | None = None) -> Mask:
 
 def chunked(size: int) -> Mask:
     """Query and key lie in the same chunk of `size` positions, as in Llama 4's local layers (there with causal)."""
-    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-        raise ValueError(f"chunked: size must be an integer >= 1, not {size!r}")
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < FAR:
+        raise ValueError(f"chunked: size must be an integer in [1, {FAR}), not {size!r}")
     return _mask(Chunked(int(size)))
 
 
 def prefix_lm(length: Any) -> Mask:
     """Causal, and every query also sees the first `length` keys. length: int or int [*B]."""
-    return _mask(PrefixLM(), _integers("prefix_lm: length", length))
+    return _mask(PrefixLM(), integers("prefix_lm: length", length))
 
 
 def lengths(query: Any = None, key_value: Any = None) -> Mask:
     """Only the first `query` rows attend and only the first `key_value` keys are attended: int or int [*B] each."""
     mask = everything()
     if query is not None:
-        mask &= _mask(QueryLengths(), _integers("lengths: query", query))
+        mask &= _mask(QueryLengths(), integers("lengths: query", query))
     if key_value is not None:
-        mask &= _mask(KeyValueLengths(), _integers("lengths: key_value", key_value))
+        mask &= _mask(KeyValueLengths(), integers("lengths: key_value", key_value))
     return mask
 
 
 def segments(query: Any, key_value: Any = None) -> Mask:
     """Equal ids may attend to each other. query: int [*B, T]; key_value: int [*B, S], by default the same ids."""
-    q_ids = _integers("segments: query", query)
-    kv_ids = q_ids if key_value is None else _integers("segments: key_value", key_value)
+    q_ids = integers("segments: query", query)
+    kv_ids = q_ids if key_value is None else integers("segments: key_value", key_value)
     return _mask(Segments(), q_ids, kv_ids)
 
 

@@ -51,22 +51,18 @@ def dot(subscripts: str, a: Array, b: Array, precision: Any) -> Array:
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=accumulator)
 
 
-def scores(q: Array, k: Array, precision: Any, junk: Array | None = None) -> Array:
-    """q.k: [B, N, t, d], [B, K, s, d] -> [B, N, t, s].
+def scores(q: Array, k: Array, precision: Any) -> Array:
+    """q.k: [B, N, t, d], [B, K, s, d] -> [B, N, t, s]."""
+    product = dot("bkgtd,bksd->bkgts", group(q, k.shape[1]), k, precision)
+    return product.reshape(*q.shape[:3], k.shape[2])
 
-    junk: whether NaN or Inf may stand in q or k; given that flag, the derivative never multiplies by them.
-    """
 
-    def product(q: Array, k: Array) -> Array:
-        return dot("bkgtd,bksd->bkgts", q, k, precision)
-
-    def careful(q: Array, k: Array) -> Array:
-        clean, value = product(finite_part(q), finite_part(k)), lax.stop_gradient(product(q, k))
-        return jnp.where(value == lax.stop_gradient(clean), clean, clean + (value - lax.stop_gradient(clean)))
-
-    grouped_q = group(q, k.shape[1])
-    grouped = product(grouped_q, k) if junk is None else lax.cond(junk, careful, product, grouped_q, k)
-    return grouped.reshape(*q.shape[:3], k.shape[2])
+def differentiable_scores(q: Array, k: Array, precision: Any) -> Array:
+    """`scores` whose derivative never multiplies by a NaN or Inf of q or k; either of them makes its scores NaN."""
+    junk_rows, junk_keys = (jnp.where(jnp.isfinite(x).all(axis=-1), 0, jnp.nan) for x in (q, k))
+    junk_keys = jnp.repeat(junk_keys, q.shape[1] // max(k.shape[1], 1), axis=1)
+    clean = scores(finite_part(q), finite_part(k), precision)
+    return clean + (junk_rows[..., :, None] + junk_keys[..., None, :]).astype(clean.dtype)
 
 
 def sum_over_keys(weights: Array, x: Array, live: Array | None, precision: Any, junk: Array) -> Array:
@@ -91,18 +87,26 @@ def _live_sum(
 
     def careful(weights: Array, x: Array) -> Array:
         """The finite part, plus NaN or Inf where a live pair brings one."""
-        taking_part = True if live is None else group(jnp.broadcast_to(live, shape), num_kv_heads)
-        weights_, x_ = lax.stop_gradient(weights), lax.stop_gradient(x)
-        some = lambda pairs, values: dot(  # noqa: E731
-            subscripts, (taking_part & pairs).astype(jnp.float32), values.astype(jnp.float32), None
-        )
-        positive, negative, zero = weights_ > 0, weights_ < 0, weights_ == 0
-        up = some(positive, x_ == jnp.inf) + some(negative, x_ == -jnp.inf) > 0
-        down = some(positive, x_ == -jnp.inf) + some(negative, x_ == jnp.inf) > 0
-        nan = (some(jnp.ones_like(zero), jnp.isnan(x_)) + some(zero, jnp.isinf(x_)) > 0) | (up & down)
-        poison = jnp.where(nan, jnp.nan, jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, 0)))
+        taking_part = jnp.ones(shape, bool) if live is None else jnp.broadcast_to(live, shape)
+        weights_, x_ = lax.stop_gradient((weights, x))
+        # One key head after the other: this branch is rarely taken, and should need little memory.
+        heads = (group(taking_part, num_kv_heads), weights_, x_)
+        by_head = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0)[:, :, None], heads)
+        poison = lax.map(lambda head: _poison(subscripts, *head)[:, 0], by_head)
         finite = plain(weights, finite_part(x))
-        return finite + poison.astype(finite.dtype)
+        return finite + jnp.moveaxis(poison, 0, 1).astype(finite.dtype)
 
     shape = weights.shape
     return lax.cond(junk, careful, plain, group(weights, num_kv_heads), x)
+
+
+def _poison(subscripts: str, taking_part: Array, weights: Array, x: Array) -> Array:
+    """NaN, Inf or -Inf where a pair that takes part multiplies one, else 0."""
+    some = lambda pairs, values: dot(  # noqa: E731
+        subscripts, (taking_part & pairs).astype(jnp.bfloat16), values.astype(jnp.bfloat16), None
+    )
+    positive, negative, zero = weights > 0, weights < 0, weights == 0
+    up = some(positive, x == jnp.inf) + some(negative, x == -jnp.inf) > 0
+    down = some(positive, x == -jnp.inf) + some(negative, x == jnp.inf) > 0
+    nan = (some(jnp.ones_like(zero), jnp.isnan(x)) + some(zero, jnp.isinf(x)) > 0) | (up & down)
+    return jnp.where(nan, jnp.nan, jnp.where(up, jnp.inf, jnp.where(down, -jnp.inf, 0)))

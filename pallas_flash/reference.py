@@ -24,7 +24,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> Forward:
     rows, keys = Slice(0, shapes.q_len), Slice(0, shapes.kv_len)
     tile = tile_of(spec, operands, rows, keys)
 
-    raw = products.scores(q, k, spec.precision, products.has_junk(q, k))
+    raw = products.differentiable_scores(q, k, spec.precision)
     s = logits(spec, raw, score_inputs(operands, rows, keys), tile)
     # The result does not depend on m, only its rounding does: no gradient needs to pass through it.
     max_logit = lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
@@ -38,6 +38,8 @@ def forward(spec: AttentionSpec, operands: Operands) -> Forward:
     if operands.sinks is not None:
         l = l + jnp.exp(sinks - shift)  # noqa: E741
     p = p / jnp.where(l == 0, 1, l)[..., None]
+    if tile.live is not None:  # not 0 but NaN where a live pair made the row's sum NaN
+        p = jnp.where(tile.live, p, 0)
     p = dropout.scale_kept(spec, operands.dropout_key, tile.index, p)
     out = products.sum_over_keys(p, v, tile.live, spec.precision, products.has_junk(v))
     if tile.live is not None:  # a row with no key: its junk cotangent reaches nothing

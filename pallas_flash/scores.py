@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from pallas_flash import masks
 from pallas_flash.masks import Slice, slice_axis
@@ -53,13 +55,21 @@ def index_of(spec: AttentionSpec, operands: Operands, q_slice: Slice, kv_slice: 
     axis = lambda n, dim: jnp.arange(n, dtype=jnp.int32).reshape([n if i == dim else 1 for i in range(4)])  # noqa: E731
     q_row = axis(q_slice.size, 2) + jnp.int32(q_slice.start)
     offset = operands.q_offset[:, None, None, None] if spec.q_offset is None else jnp.int32(spec.q_offset)
+    batch_axis, _, head_axis, _ = jax.typeof(operands.q).sharding.spec
     return Index(
-        batch=axis(shapes.batch, 0),
-        head=axis(shapes.num_q_heads, 1),
+        batch=_sharded(axis(shapes.batch, 0), 0, batch_axis),
+        head=_sharded(axis(shapes.num_q_heads, 1), 1, head_axis),
         q_row=q_row,
         q_pos=q_row + offset,
         kv_pos=axis(kv_slice.size, 3) + jnp.int32(kv_slice.start),
     )
+
+
+def _sharded(index: Array, dim: int, mesh_axes: Any) -> Array:
+    """On a mesh with explicit axes, an index must be sharded as what it is mapped beside."""
+    if mesh_axes is None:
+        return index
+    return jax.sharding.reshard(index, PartitionSpec(*[mesh_axes if i == dim else None for i in range(index.ndim)]))
 
 
 def tile_of(spec: AttentionSpec, operands: Operands, q_slice: Slice, kv_slice: Slice, *, masked: bool = True) -> Tile:
@@ -76,16 +86,23 @@ def tile_of(spec: AttentionSpec, operands: Operands, q_slice: Slice, kv_slice: S
 
 
 def logits(spec: AttentionSpec, raw: Array, inputs: ScoreInputs, tile: Tile) -> Array:
-    """`raw` = q.k in the accumulator's dtype. Pairs that take no part are computed on 0 instead of their score, so that
-    junk in q or k cannot reach a gradient as 0 * NaN, and become -inf at the end."""
+    """`raw` = q.k in the accumulator's dtype. Pairs that take no part are computed on 1 instead of their score, so that
+    junk in q or k, or a score_mod with a pole at 0, cannot reach a gradient as 0 * NaN, and become -inf at the end."""
     live, scale = tile.live, inputs.scale if spec.scale is None else spec.scale
     assert scale is not None
-    scores = (raw if live is None else jnp.where(live, raw, 0)) * scale
+    scores = _rounded((raw if live is None else jnp.where(live, raw, 1)) * scale)
     if spec.score_mod is not None:
         index = tile.index
         scores = spec.score_mod(inputs.score_mod, scores, index.batch, index.head, index.q_pos, index.kv_pos)
+        scores = _rounded(scores)
     if spec.soft_cap is not None:
         scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
     if inputs.bias is not None:
         scores = scores + inputs.bias
     return scores if live is None else jnp.where(live, scores, -jnp.inf)
+
+
+def _rounded(product: Array) -> Array:
+    """The product as a number of its own. A compiler that contracts `product - maximum` into one multiply-add compares
+    an exact product with a rounded one: at logits of 1e9 the largest weight is then exp(100) instead of 1."""
+    return jnp.where(product == -jnp.inf, -jnp.inf, jnp.maximum(product, jnp.finfo(product.dtype).min))

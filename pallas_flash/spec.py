@@ -136,11 +136,10 @@ class Implementation(Protocol):
     ) -> Gradients: ...
 
 
-def varying_axes(operands: Operands) -> tuple[str, ...]:
-    """The mesh axes, inside shard_map, along which any of the operands differs from device to device."""
-    return tuple(
-        sorted(frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(operands))))
-    )
+def varying_axes(arrays: Any) -> tuple[str, ...]:
+    """The mesh axes, inside shard_map, along which any array of a pytree differs from device to device."""
+    types = (jax.typeof(array).manual_axis_type for array in jax.tree.leaves(arrays))
+    return tuple(sorted(frozenset().union(*(type_.varying for type_ in types))))
 
 
 def vary(array: Array, axes: tuple[str, ...]) -> Array:

@@ -15,8 +15,9 @@ from jax import lax
 
 from pallas_flash import dropout, elementwise, masks
 from pallas_flash.masks import Mask
-from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype
+from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, vary, varying_axes
 
+MAX_FLOAT = float(np.finfo(np.float32).max)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -72,7 +73,7 @@ def canonicalise(arguments: Arguments) -> Canonical:
     static_scale, scale = _scale(arguments.scale, q)
     static_offset, q_offset = _query_offset(arguments.query_offset, sizes)
     parts, part_arrays = _mask(arguments, sizes)
-    score_mod, captures = _score_mod(arguments.score_mod, accumulator_dtype(q.dtype))
+    score_mod, captures = _score_mod(arguments.score_mod, accumulator_dtype(q.dtype), varying_axes((q, k, v)))
     rate, dropout_key = _dropout(arguments.dropout_rate, arguments.dropout_key)
     spec = AttentionSpec(
         scale=static_scale,
@@ -95,7 +96,19 @@ def canonicalise(arguments: Arguments) -> Canonical:
         q_offset=q_offset,
         dropout_key=dropout_key,
     )
-    return Canonical(spec, operands, sizes.lead)
+    return Canonical(spec, _vary_alike(spec, operands), sizes.lead)
+
+
+def _vary_alike(spec: AttentionSpec, operands: Operands) -> Operands:
+    """Inside shard_map, let all operands vary over the same mesh axes; the transpose of this cast sums the gradient of
+    a replicated one. What functions captured is cast inside their programs."""
+    axes = varying_axes(operands)
+    varied = jax.tree.map(lambda x: vary(x, axes), operands)
+    mask = tuple(
+        captured if isinstance(part, masks.Predicate) else arrays
+        for part, captured, arrays in zip(spec.mask, operands.mask, varied.mask, strict=True)
+    )
+    return varied._replace(score_mod=operands.score_mod, mask=mask)
 
 
 def _require(condition: Any, name: str, got: Any, wanted: str) -> None:
@@ -110,11 +123,15 @@ def _describe(value: Any) -> str:
 
 
 def _is_static_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    """Whether it is a Python or NumPy number that float32 can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    return not abs(value) > MAX_FLOAT or abs(value) == math.inf  # NaN and infinity are refused with a better reason
 
 
 def _array(name: str, value: Any, kind: Any, wanted: str) -> Array:
     """`value` as an array of this kind of dtype; never a cast from another kind."""
+    _require(not isinstance(value, jax.ShapeDtypeStruct), name, value, wanted)
     array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
     _require(jnp.issubdtype(array.dtype, kind), name, value if array.dtype == object else array, wanted)
     return jnp.asarray(array)
@@ -172,17 +189,18 @@ def _scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
     return None, array.astype(accumulator_dtype(q.dtype))
 
 
-def _per_batch(name: str, value: Any, sizes: Sizes) -> Array:
-    array = _array(name, value, jnp.integer, "of an integer dtype")
+def _per_batch(name: str, value: Any, sizes: Sizes, low: int, high: int) -> Array:
+    array = masks.integers(name, value)
     _require(array.shape in ((), sizes.lead), name, array, f"a scalar or of shape {list(sizes.lead)}, the batch")
-    return jnp.broadcast_to(array, sizes.lead).reshape(sizes.batch)
+    return jnp.broadcast_to(masks.clamp(array, low, high), sizes.lead).reshape(sizes.batch)
 
 
 def _query_offset(offset: Any, sizes: Sizes) -> tuple[int | None, Array | None]:
+    limit = masks.FAR // 2
     if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
-        _require(abs(offset) < masks.FAR // 2, "query_offset", offset, f"within +-{masks.FAR // 2}")
+        _require(abs(offset) <= limit, "query_offset", offset, f"within +-{limit}")
         return int(offset), None
-    return None, _per_batch("query_offset", offset, sizes).astype(jnp.int32)
+    return None, _per_batch("query_offset", offset, sizes, -limit, limit)
 
 
 def _mask(arguments: Arguments, sizes: Sizes) -> tuple[tuple[masks.Part, ...], tuple[masks.Arrays, ...]]:
@@ -224,8 +242,7 @@ def _part_arrays(part: masks.Part, arrays: masks.Arrays, sizes: Sizes) -> masks.
     }
     if part.uses_batch:
         limit = sizes.q_len if isinstance(part, masks.QueryLengths) else sizes.kv_len
-        lengths = _per_batch(names[type(part)], arrays[0], sizes)
-        return (jnp.clip(lengths, 0, limit).astype(jnp.int32),)
+        return (_per_batch(names[type(part)], arrays[0], sizes, 0, limit),)
     if isinstance(part, masks.Segments):
         sides = zip(("query", "key_value"), arrays, (sizes.q_len, sizes.kv_len), strict=True)
         return tuple(_ids(f"segment_ids ({side})", ids, length, sizes) for side, ids, length in sides)
@@ -252,9 +269,14 @@ def _segment_ids(segment_ids: Any) -> tuple[Any, Any]:
 
 
 def _ids(name: str, ids: Any, length: int, sizes: Sizes) -> Array:
-    array = _array(name, ids, jnp.integer, "of an integer dtype")
+    array = masks.integers(name, ids)
     _require(array.shape == (*sizes.lead, length), name, array, f"of shape {[*sizes.lead, length]}")
-    return array.reshape(sizes.batch, length).astype(jnp.int32)
+    if isinstance(array, np.ndarray) and array.size and not jax.config.jax_enable_x64:
+        limits = np.iinfo(np.int32)
+        fits = limits.min <= array.min() and array.max() <= limits.max
+        _require(fits, name, array, "within int32 (64-bit ids need jax_enable_x64)")
+    array = jnp.asarray(array).reshape(sizes.batch, length)
+    return array if array.dtype.itemsize > 4 else array.astype(jnp.int32)  # 64-bit ids stay what they are
 
 
 def _as_scores(name: str, array: Array, sizes: Sizes) -> Array:
@@ -294,16 +316,17 @@ def _soft_cap(cap: Any) -> float | None:
     if cap is None:
         return None
     _require(_is_static_number(cap), "logits_soft_cap", cap, "None or a Python number (it is part of the program)")
-    _require(math.isfinite(cap) and cap > 0, "logits_soft_cap", cap, "None or a finite number > 0")
+    # Beyond, the quotient or the product with the cap would leave float32.
+    _require(1e-30 <= cap <= 1e30, "logits_soft_cap", cap, "None or a number > 0, from 1e-30 to 1e30")
     return float(cap)
 
 
 def _score_mod(
-    function: Callable[..., Any] | None, dtype: Any
+    function: Callable[..., Any] | None, dtype: Any, axes: tuple[str, ...]
 ) -> tuple[elementwise.Elementwise | None, tuple[Array, ...]]:
     if function is None:
         return None, ()
-    return elementwise.trace("score_mod", function, {"score": dtype} | elementwise.PLACE, dtype)
+    return elementwise.trace("score_mod", function, {"score": dtype} | elementwise.PLACE, dtype, axes)
 
 
 def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:
@@ -314,7 +337,10 @@ def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:
     _require(hasattr(key, "dtype") and hasattr(key, "shape"), "dropout_key", key, wanted)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     _require(key.shape == () if typed else key.dtype == jnp.uint32 and key.ndim == 1, "dropout_key", key, wanted)
-    return float(rate), dropout.key_words(key)
+    try:
+        return float(rate), dropout.key_words(key)
+    except TypeError as error:
+        raise ValueError(f"dropout_key must be {wanted}, not {_describe(key)}") from error
 
 
 def _precision(precision: Any) -> Any:

@@ -119,9 +119,8 @@ class Call(NamedTuple):
         return Tile(index, live)
 
     def zeros_like(self, array: Array) -> Array:
-        """What a loop's sum begins with: sharded as the array is, and inside shard_map varying as the operands do."""
-        zeros = jnp.zeros_like(array, dtype=accumulator_dtype(self.q.dtype))
-        return vary(zeros, varying_axes(self.operands))
+        """What a loop's sum begins with: sharded as the array is, and inside shard_map varying as it does."""
+        return vary(jnp.zeros_like(array, dtype=accumulator_dtype(self.q.dtype)), varying_axes(array))
 
 
 def _rows(array: Array, rows: Slice) -> Array:
@@ -247,6 +246,8 @@ def _backward_step(
         inputs,
     )
     p = jnp.exp(s - m[..., None]) / l[..., None]
+    if tile.live is not None:  # not 0 but NaN where m is
+        p = jnp.where(tile.live, p, 0)
     dropped = partial(dropout.scale_kept, spec, operands.dropout_key, tile.index)
     dp = dropped(products.scores(dout, v, spec.precision))
     dlogits = p * (dp - delta[..., None])
