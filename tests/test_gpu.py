@@ -1,0 +1,114 @@
+"""The compiled kernels on an NVIDIA GPU, through the public operator, against float32 standard attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_flash import explain, flash_attention, masks
+
+pytestmark = pytest.mark.gpu
+
+CALLS: dict[str, tuple[tuple[int, int, int, int, int, int, int], dict[str, Any]]] = {
+    "full": ((2, 256, 384, 4, 4, 128, 128), {}),
+    "causal, odd lengths, grouped": ((2, 333, 517, 6, 2, 64, 64), {"is_causal": True}),
+    "window, bottom right": ((1, 200, 1000, 2, 2, 128, 128), {"local_window_size": (100, 0), "query_offset": 800}),
+    "192/128": ((1, 300, 300, 4, 4, 192, 128), {"is_causal": True}),
+    "256": ((1, 512, 512, 2, 2, 256, 256), {"is_causal": True, "scale": 0.5}),
+    "head dim 72": ((1, 130, 70, 2, 1, 72, 40), {}),
+    "soft cap": ((2, 256, 256, 4, 2, 128, 128), {"is_causal": True, "logits_soft_cap": 3.0}),
+    "chunked, query lengths": (
+        (2, 300, 300, 2, 2, 64, 64),
+        {"mask": masks.chunked(77) & masks.lengths(query=[300, 5])},
+    ),
+}
+
+
+def inputs(sizes: tuple[int, ...], dtype: Any) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    batch, q_len, kv_len, q_heads, kv_heads, head_dim, value_head_dim = sizes
+    rng = np.random.default_rng(sum(sizes))
+    shapes = (
+        (batch, q_len, q_heads, head_dim),
+        (batch, kv_len, kv_heads, head_dim),
+        (batch, kv_len, kv_heads, value_head_dim),
+    )
+    tensors = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    dout = jnp.asarray(rng.normal(size=(*shapes[0][:3], value_head_dim)), dtype)
+    return tensors, dout, jnp.asarray(rng.normal(size=shapes[0][:3]), jnp.float32)
+
+
+def run(implementation: str, tensors: Any, dout: Any, dlse: Any, **options: Any) -> Any:
+    """out, lse and the gradients for random cotangents; the lse of rows without keys takes no part."""
+
+    def attend(*tensors: Any) -> Any:
+        out, lse = flash_attention(*tensors, return_residual=True, implementation=implementation, **options)
+        return out, jnp.where(jnp.isfinite(lse), lse, 0.0)
+
+    def both(tensors: Any, dout: Any, dlse: Any) -> Any:
+        results, pull = jax.vjp(attend, *tensors)
+        return *results, *pull((dout.astype(results[0].dtype), dlse))
+
+    return jax.jit(both)(tensors, dout, dlse)
+
+
+def relative_errors(got: Any, want: Any) -> list[float]:
+    return [
+        float(np.linalg.norm(np.float64(g) - np.float64(w)) / np.linalg.norm(np.float64(w)))
+        for g, w in zip(got, want, strict=True)
+    ]
+
+
+@pytest.fixture
+def on_hopper() -> None:
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if capability != "9.0":
+        pytest.fail(
+            f"these tests need a GPU of compute capability 9.0, not {jax.devices()[0].device_kind} ({capability})"
+        )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", CALLS)
+def test_sm90_equals_standard_attention(on_hopper: None, name: str, dtype: Any) -> None:
+    """Output and lse within 1.5 times the error that plain attention makes in the same dtype, gradients within 3 times:
+    their delta comes from the rounded output, which tells in a peaked softmax. The same bits on repeats."""
+    sizes, options = CALLS[name]
+    tensors, dout, dlse = inputs(sizes, dtype)
+    exact = [x.astype(jnp.float32) for x in (*tensors, dout)]
+    want = run("reference", exact[:3], exact[3], dlse, **options, precision="highest")
+    got = run("sm90", tensors, dout, dlse, **options)
+    plain = run("reference", tensors, dout, dlse, **options)
+    floor = 2.0**-11 if dtype == jnp.float16 else 2.0**-8
+    factors = (1.5, 1.5, 3.0, 3.0, 3.0)
+    for factor, mine, theirs in zip(factors, relative_errors(got, want), relative_errors(plain, want), strict=True):
+        assert mine <= factor * theirs + 0.25 * floor, (relative_errors(got, want), relative_errors(plain, want))
+    again = run("sm90", tensors, dout, dlse, **options)
+    assert np.array_equal(np.float32(got[0]), np.float32(again[0])) and np.array_equal(got[1], again[1])
+    shifted = [np.roll(np.float32(x), 1, axis=1) for x in got[:1]]
+    assert relative_errors(shifted, want[:1])[0] > 100 * floor  # the companion
+
+
+def test_sm90_refuses_by_name(on_hopper: None) -> None:
+    (q, k, v), _, _ = inputs((1, 64, 64, 2, 2, 64, 64), jnp.bfloat16)
+    bias = jnp.zeros((1, 1, 64, 64))
+    with pytest.raises(NotImplementedError, match="bias"):
+        flash_attention(q, k, v, bias, implementation="sm90")
+    assert explain(q, k, v).chosen == "xla"
+    assert explain(q, k, v, implementation="sm90").chosen == "sm90"
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_xla_on_a_gpu(dtype: Any) -> None:
+    """The path that calls take by themselves, with the features that kernels refuse."""
+    sizes = (2, 333, 517, 6, 2, 64, 48)
+    tensors, dout, dlse = inputs(sizes, dtype)
+    bias = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 333, 517)), jnp.float32)
+    options = {"bias": bias, "key_value_seq_lengths": jnp.array([517, 100]), "is_causal": True, "query_offset": 184}
+    exact = [x.astype(jnp.float32) for x in (*tensors, dout)]
+    want = run("reference", exact[:3], exact[3], dlse, **options, precision="highest")
+    limit = 1e-2 if dtype == jnp.bfloat16 else 1e-5
+    assert max(relative_errors(run("xla", tensors, dout, dlse, **options), want)) < limit
