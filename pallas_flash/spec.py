@@ -102,7 +102,7 @@ class Cotangents(NamedTuple):
     """The gradients that arrive at the backward pass."""
 
     out: Array  # [B, T, N, Hv]
-    lse: Array | None  # [B, N, T]; None where lse was not returned
+    lse: Array  # [B, N, T]; zeros where lse was not used
 
 
 class Gradients(NamedTuple):

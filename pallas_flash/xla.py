@@ -225,8 +225,7 @@ def _backward_rows(residuals: Residuals, cotangents: Cotangents) -> Rows:
     dout = jnp.where(dead[..., None], 0, jnp.swapaxes(cotangents.out, 1, 2))
     out = jnp.swapaxes(out, 1, 2).astype(m.dtype)
     delta = jnp.sum(jnp.where(out == 0, 0, out * dout.astype(m.dtype)), axis=-1)  # also with sinks: not 0 * NaN
-    if cotangents.lse is not None:
-        delta = delta - jnp.where(dead, 0, cotangents.lse)
+    delta = delta - jnp.where(dead, 0, cotangents.lse)
     return Rows(dout, jnp.where(dead, 0, m), jnp.where(l == 0, 1, l), delta)
 
 
