@@ -9,19 +9,29 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+TILE_ROWS = 8
 
-def matrix(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False) -> Any:
-    """A buffer of matrices (the last two axes) that wgmma can read and TMA can fill, in the widest swizzle that fits.
+
+def tile_columns(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False) -> int:
+    """Elements of a swizzled row of a buffer of matrices (the last two axes): the widest that fits.
 
     contract_rows: the rows are the axis that a product sums over (V in P V); wgmma then also wants their number to be
     a multiple of the elements in a swizzled row.
     """
     rows, columns = shape[-2:]
-    itemsize = np.dtype(dtype).itemsize
-    widths = [swizzle // itemsize for swizzle in (128, 64, 32)]
-    width = next(w for w in widths if columns % w == 0 and not (contract_rows and rows % w))
-    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    widths = [swizzle // np.dtype(dtype).itemsize for swizzle in (128, 64, 32)]
+    return next(w for w in widths if columns % w == 0 and not (contract_rows and rows % w))
+
+
+def transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
+    """The arrangement that wgmma can read and TMA can fill: tiles of 8 swizzled rows."""
+    return plgpu.TilingTransform((TILE_ROWS, columns)), plgpu.SwizzleTransform(columns * np.dtype(dtype).itemsize)
+
+
+def matrix(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False) -> Any:
+    """A buffer of matrices in that arrangement."""
+    columns = tile_columns(shape, dtype, contract_rows=contract_rows)
+    return plgpu.SMEM(shape, dtype, transforms=transforms(columns, dtype))
 
 
 def rows(shape: tuple[int, ...]) -> Any:

@@ -1,8 +1,7 @@
 """Hopper (compute capability 9.0): TMA, wgmma, warp-specialised. The backward pass is that of `xla`.
 
-A tile that a mask hides in part is multiplied with weights of 0: NaN or Inf in a row of v that is hidden there reaches
-the tile's queries as 0 * NaN. Tiles that are hidden as a whole are never read. Hence no key lengths and no segments,
-whose hidden rows are often uninitialised memory.
+Tiles that a mask hides as a whole are never read. NaN and Inf in values that are hidden within a tile reach no query:
+see kernels/junk.py.
 
 Importing this module does not import Pallas; `forward` does.
 """
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import xla
-from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, ForwardConfig, padded_head_dims
+from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, MIN_MASKED_BLOCK, ForwardConfig, padded_head_dims
 from pallas_flash.masks import Band, Chunked, PrefixLM, QueryLengths
 from pallas_flash.spec import AttentionSpec, Forward, Operands
 from pallas_flash.tuning import cache
@@ -76,7 +75,8 @@ def _config(spec: AttentionSpec, operands: Operands) -> ForwardConfig | None:
         config = ForwardConfig(**entry)
         same_buffer = config.out_has_own_buffer or shapes.head_dim == shapes.value_head_dim
         needed = config.shared_bytes(*padded_head_dims(shapes), operands.q.dtype.itemsize)
-        if same_buffer and needed <= MAX_SHARED_BYTES:
+        cleanable = not spec.mask or config.block_kv >= MIN_MASKED_BLOCK
+        if same_buffer and cleanable and needed <= MAX_SHARED_BYTES:
             return config
     return None
 

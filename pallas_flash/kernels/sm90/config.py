@@ -8,10 +8,11 @@ from pallas_flash.spec import Shapes
 
 MAX_SHARED_BYTES = 232_448  # of one CTA
 BARRIER_BYTES = 1024
+MIN_MASKED_BLOCK = 64  # rows of values that kernels/junk.py can clean
 BUFFER_ALIGNMENT = 1024  # Pallas gives it to each buffer
 
-# TMA copies matrices in units of this many rows and columns. Other sizes cost a padded copy.
-ROWS, COLUMNS = 8, 16
+ROWS, COLUMNS = 8, 16  # buffers hold matrices in units of this many rows and columns
+ROW_UNIT = 8  # TMA copies rows of this many elements (16 bytes); other head dims cost a padded copy
 
 
 def round_up(size: int, unit: int) -> int:
@@ -63,7 +64,7 @@ class ForwardConfig:
 
     @property
     def copy_registers(self) -> int:
-        return {1: 40, 2: 24, 3: 32}[self.compute_wgs]
+        return {1: 40, 2: 32, 3: 32}[self.compute_wgs]
 
     def shared_bytes(self, head_dim: int, value_head_dim: int, itemsize: int) -> int:
         """What a CTA needs of `MAX_SHARED_BYTES`."""

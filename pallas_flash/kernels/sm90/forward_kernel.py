@@ -22,34 +22,38 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import masks
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import matmul, memory, softmax, tile_mask
+from pallas_flash.kernels import junk, matmul, memory, softmax, tile_mask, tma
 from pallas_flash.kernels.sm90 import plan as plan_
 from pallas_flash.kernels.sm90 import schedule
-from pallas_flash.kernels.sm90.config import COLUMNS, ROWS, ForwardConfig, round_up
+from pallas_flash.kernels.sm90.config import COLUMNS, ROW_UNIT, ROWS, ForwardConfig, padded_head_dims, round_up
 from pallas_flash.kernels.sm90.plan import Barriers, Buffers, Inputs, Plan, Ref, State, Work
 from pallas_flash.kernels.sm90.schedule import WorkItem
 from pallas_flash.spec import AttentionSpec, Operands, Residuals
 
 
-def _padded(array: jax.Array) -> jax.Array:
-    _, rows, _, columns = array.shape
-    missing = (0, round_up(rows, ROWS) - rows), (0, 0), (0, round_up(columns, COLUMNS) - columns)
+def _padded(array: jax.Array, rows: int, columns: int) -> jax.Array:
+    """With the number of rows and columns rounded up to multiples of these."""
+    _, length, _, width = array.shape
+    missing = (0, round_up(length, rows) - length), (0, 0), (0, round_up(width, columns) - width)
     return jnp.pad(array, ((0, 0), *missing)) if missing != ((0, 0),) * 3 else array
 
 
 def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, interpret: Any = None) -> Residuals:
     """interpret: `plgpu.InterpretGPUParams` to run the kernel in Pallas' interpreter."""
     shapes = operands.shapes
-    q, k, v = _padded(operands.q), _padded(operands.k), _padded(operands.v)
+    # TMA wants rows of 16 bytes; the interpreter knows nothing of how it clips.
+    units = (1, ROW_UNIT) if interpret is None else (ROWS, COLUMNS)
+    q, k, v = (_padded(x, *units) for x in (operands.q, operands.k, operands.v))
     tensor_cores = matmul.Wgmma() if interpret is None else matmul.Interpreted()
-    held = shapes._replace(q_len=q.shape[1], head_dim=q.shape[-1], value_head_dim=v.shape[-1])
+    head_dim, value_head_dim = padded_head_dims(shapes)
+    held = shapes._replace(q_len=round_up(shapes.q_len, ROWS), head_dim=head_dim, value_head_dim=value_head_dim)
     plan = Plan(spec, held, q.dtype, config, tensor_cores)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     sinks = None if operands.sinks is None else operands.sinks.astype(jnp.float32)
     inputs = Inputs(work, q, k, v, scale, sinks, operands.q_offset, operands.mask)
     row_type = jax.ShapeDtypeStruct((held.batch, held.num_q_heads, held.q_len), jnp.float32)
-    out_type = jax.ShapeDtypeStruct((*q.shape[:3], held.value_head_dim), q.dtype)
+    out_type = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=(Residuals(out_type, row_type, row_type),),
@@ -92,6 +96,10 @@ def _key_block(item: WorkItem, step: jax.Array) -> jax.Array:
     return item.kv_start + lax.rem(step + item.full_end - item.kv_start, item.kv_end - item.kv_start)
 
 
+def _first_unmasked(item: WorkItem) -> jax.Array:
+    return jnp.maximum(item.kv_end - item.kv_start - (item.full_end - item.full_start), 1)
+
+
 # The warpgroup that copies.
 
 
@@ -108,19 +116,31 @@ def _copy_warpgroup(plan: Plan, inputs: Inputs, buffers: Buffers, barriers: Barr
 
         def copy_block(source: Ref, buffer: Ref, handshake: bar.Handshake, step: jax.Array) -> None:
             slot = _slot(plan, count + step)
-            rows = pl.ds(_key_block(item, step) * config.block_kv, config.block_kv)
+            rows = tma.Rows(item.batch, _key_block(item, step) * config.block_kv, kv_head, config.block_kv)
             plgpu.barrier_wait(handshake.consumed.at[slot])
-            plgpu.copy_gmem_to_smem(source.at[item.batch, rows, kv_head], buffer.at[slot], handshake.produced.at[slot])
+            tma.load(source, rows, buffer, handshake.produced, slot, contract_rows=buffer is buffers.v)
+
+        def copy_v(step: jax.Array) -> None:
+            copy = functools.partial(copy_block, inputs.v, buffers.v)
+            if barriers.v_landed is None:
+                copy(barriers.v, step)
+                return
+            masked = step < _first_unmasked(item)
+            pl.when(~masked)(lambda: copy(barriers.v, step))
+
+            @pl.when(masked)
+            def _() -> None:
+                copy(bar.Handshake(barriers.v_landed, barriers.v.consumed), step)
+                _clean(plan, buffers, barriers, _slot(plan, count + step))
 
         copy_k = functools.partial(copy_block, inputs.k, buffers.k, barriers.k)
-        copy_v = functools.partial(copy_block, inputs.v, buffers.v, barriers.v)
         # The first keys do not wait for the last tile's queries to be done with.
         copy_k(jnp.int32(0))
         for wg in range(config.compute_wgs):
-            q_rows = pl.ds(item.qi * config.tile_q + wg * config.block_q, config.block_q)
+            start = item.qi * config.tile_q + wg * config.block_q
             plgpu.barrier_wait(barriers.q.consumed.at[wg])
-            plgpu.copy_gmem_to_smem(
-                inputs.q.at[item.batch, q_rows, item.head], buffers.q.at[wg], barriers.q.produced.at[wg]
+            tma.load(
+                inputs.q, tma.Rows(item.batch, start, item.head, config.block_q), buffers.q, barriers.q.produced, wg
             )
         steps = item.kv_end - item.kv_start
 
@@ -136,6 +156,14 @@ def _copy_warpgroup(plan: Plan, inputs: Inputs, buffers: Buffers, barriers: Barr
     bar.await_all(barriers.q, config.compute_wgs)
     bar.await_all(barriers.k, config.num_stages)
     bar.await_all(barriers.v, config.num_stages)
+
+
+def _clean(plan: Plan, buffers: Buffers, barriers: Barriers, slot: jax.Array) -> None:
+    """Wait for a block of values, and hand it on without NaN and Inf."""
+    columns = memory.tile_columns(buffers.v.shape, plan.dtype, contract_rows=True)
+    plgpu.barrier_wait(barriers.v_landed.at[slot])
+    junk.clean(buffers.v, columns, buffers.junk, slot, plan.tensor_cores)
+    plgpu.barrier_arrive(barriers.v.produced.at[slot])
 
 
 # The warpgroups that compute.
@@ -201,12 +229,11 @@ def _attend(
     state = step(jnp.int32(0), None, masked=plan.some_masked)
     first_unmasked: Any = 1
     if plan.some_masked:
-        first_unmasked = jnp.maximum(steps - (item.full_end - item.full_start), 1)
+        first_unmasked = _first_unmasked(item)
         state = lax.fori_loop(1, first_unmasked, functools.partial(step, masked=True), state)
     state = lax.fori_loop(first_unmasked, steps, functools.partial(step, masked=False), state)
 
     last = _slot(plan, work.count + steps - 1)
-    plgpu.barrier_wait(barriers.v.produced.at[last])
     plan.tensor_cores.start(acc, state.p, buffers.v.at[last])
     out = plan.tensor_cores.load(acc, pending=0)
     plgpu.barrier_arrive(barriers.v.consumed.at[last])
@@ -249,6 +276,10 @@ def _step(
         tensor_cores.store(acc, out)
     p = softmax.probabilities(scores, shift, plan.to_log2)
     stats = softmax.RowStatistics(m, shift, sums + p.sum(axis=1))
+    slot = _slot(plan, work.count + step)
+    plgpu.barrier_wait(barriers.v.produced.at[slot])
+    if masked and buffers.junk is not None:
+        p = junk.poison(p, buffers.junk, slot)
     return State(stats, lax.optimization_barrier(p.astype(plan.dtype)))
 
 
@@ -270,7 +301,6 @@ def _products(
         barriers.turns.wait(wg)
     tensor_cores.start(s, buffers.q.at[wg], buffers.k.at[slot].transpose((1, 0)))
     if state is not None:
-        plgpu.barrier_wait(barriers.v.produced.at[last])
         tensor_cores.start(acc, state.p, buffers.v.at[last])
     if barriers.turns is not None:
         barriers.turns.pass_on(wg)
@@ -341,7 +371,7 @@ def _store_tile(
     buffers.m[wg] = stats.m
     buffers.l[wg] = stats.l
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_smem, outputs.out.at[item.batch, rows, item.head])
+    tma.store(out_smem, outputs.out, tma.Rows(item.batch, work.q_base, item.head, plan.config.block_q))
     memory.store_rows(buffers.m.at[wg], outputs.m.at[item.batch, item.head], rows)
     memory.store_rows(buffers.l.at[wg], outputs.l.at[item.batch, item.head], rows)
     if buffers.out is None:

@@ -10,7 +10,7 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import matmul, memory, softmax
+from pallas_flash.kernels import junk, matmul, memory, softmax
 from pallas_flash.kernels.sm90.config import ForwardConfig
 from pallas_flash.kernels.sm90.schedule import WorkItem
 from pallas_flash.spec import LOG2E, AttentionSpec, Shapes
@@ -38,6 +38,7 @@ class Buffers(NamedTuple):
     out: Ref | None  # [warpgroups, block_q, Hv]; None: shares q
     m: Ref  # [warpgroups, block_q]
     l: Ref  # noqa: E741
+    junk: junk.Junk | None  # of v; None: nothing in a block of values is hidden
     scores: Ref | None  # accumulators, which only the interpreter needs in memory
     acc: Ref | None
 
@@ -46,6 +47,7 @@ class Barriers(NamedTuple):
     q: bar.Handshake
     k: bar.Handshake
     v: bar.Handshake
+    v_landed: Ref | None  # a block of values that is still to be cleaned is there
     turns: bar.Turns | None
 
 
@@ -84,6 +86,11 @@ class Plan:
         return bool(self.spec.mask) or self.shapes.kv_len % self.config.block_kv != 0
 
     @property
+    def hides_values(self) -> bool:
+        """Whether rows of v within a block are hidden from some queries. Those behind the end are zeros."""
+        return bool(self.spec.mask)
+
+    @property
     def raw_scores(self) -> bool:
         """Whether the softmax works on q.k itself, with the scale folded into its exponent: a monotonic map."""
         return self.spec.scale is not None and self.spec.scale > 0 and self.spec.soft_cap is None
@@ -105,6 +112,7 @@ def buffers(plan: Plan) -> Buffers:
         out=matrix((wgs, block_q, shapes.value_head_dim)) if config.out_has_own_buffer else None,
         m=memory.rows((wgs, block_q)),
         l=memory.rows((wgs, block_q)),
+        junk=junk.scratch(config.num_stages, block_kv) if plan.hides_values else None,
         scores=plan.tensor_cores.scratch((wgs, block_q, block_kv)),
         acc=plan.tensor_cores.scratch((wgs, block_q, shapes.value_head_dim)),
     )
@@ -117,5 +125,6 @@ def barriers(plan: Plan) -> Barriers:
         q=bar.handshake(wgs, 1),
         k=bar.handshake(config.num_stages, wgs),
         v=bar.handshake(config.num_stages, wgs),
+        v_landed=plgpu.Barrier(num_barriers=config.num_stages) if plan.hides_values else None,
         turns=bar.Turns(plgpu.Barrier(num_barriers=wgs)) if config.take_turns and wgs > 1 else None,
     )
