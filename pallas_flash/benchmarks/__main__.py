@@ -1,0 +1,92 @@
+"""python -m pallas_flash.benchmarks run | report: measure on this machine, and make tables and figures of it."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from pallas_flash.benchmarks import cases, peers
+from pallas_flash.benchmarks.cases import PASSES
+
+QUICK_IMPLEMENTATIONS = ["xla", "reference", "jax.nn-xla"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pallas_flash.benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="measure, and write a new JSON file")
+    run.set_defaults(command=_run)
+    run.add_argument("--workloads", nargs="+", metavar="GLOB", help="by name (default: all)")
+    run.add_argument(
+        "--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="PASS", help=", ".join(PASSES)
+    )
+    run.add_argument("--implementations", nargs="+", metavar="NAME", help="by name (default: all)")
+    run.add_argument(
+        "--quick", action="store_true", help="tiny workloads, in plain JAX: a check of the benchmark itself"
+    )
+    run.add_argument("--rounds", type=_positive, default=3, help="in each, every program is timed once (default: 3)")
+    run.add_argument("--iterations", type=_positive, default=8, help="calls of a program a round (default: 8)")
+    run.add_argument("--sustained", action="store_true", help="also after half a second of calls back to back")
+    run.add_argument("--limit", type=float, metavar="SECONDS", help="start no workload that may not end within them")
+    run.add_argument("--output", type=Path, default=Path("output/benchmarks"), metavar="FOLDER")
+    run.add_argument("--note", help="anything worth knowing of this run, such as compiler flags; it is in the file")
+    run.add_argument("--list", action="store_true", help="print the workloads and implementations, and stop")
+    report = commands.add_parser("report", help="tables (Markdown, HTML) and figures (PNG, SVG) of JSON files")
+    report.set_defaults(command=_report)
+    report.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    report.add_argument("--output", type=Path, default=Path("output/benchmarks/report"), metavar="FOLDER")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return number
+
+
+def _run(options: argparse.Namespace) -> int:
+    from pallas_flash.benchmarks import runner
+    from pallas_flash.benchmarks.progress import Progress
+
+    implementations = options.implementations or (QUICK_IMPLEMENTATIONS if options.quick else None)
+    settings = runner.Settings(
+        workloads=cases.select(options.workloads or ["*"], cases.QUICK if options.quick else cases.WORKLOADS),
+        passes=[passed for passed in PASSES if passed in options.passes],
+        peers=peers.select(implementations, peers.all_peers()),
+        rounds=options.rounds,
+        iterations=options.iterations,
+        sustained=options.sustained,
+        limit=options.limit,
+        folder=options.output,
+        note=options.note,
+    )
+    if options.list:
+        print("\n".join([*(w.name for w in settings.workloads), "", *(peer.name for peer in settings.peers)]))
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is kept
+    with Progress(workloads=len(settings.workloads)) as progress:
+        path = runner.run(settings, progress)
+    print(f"results: {path}")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from pallas_flash.benchmarks import report
+
+    print(f"report: {report.write(options.files, options.output)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The figures of a report: speed, speed-up and memory over the sequence length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+Content = dict[str, Any]
+# Okabe and Ito's palette, told apart with any colour vision; markers differ as well.
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+MARKERS = "os^Dv<>P"
+LOOK = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "grid.color": "#E5E5E5",
+    "legend.frameon": False,
+    "savefig.dpi": 160,
+    "svg.hashsalt": "pallas_flash",  # the same drawing is the same file
+}
+BASELINES = ("reference", "jax.nn-xla")  # standard attention: the first of them that was measured
+
+
+class Point(NamedTuple):
+    run: int  # only times of one run compare
+    head_dim: int
+    is_causal: bool
+    seq_len: int
+    implementation: str
+    row: dict[str, Any]
+
+
+class Drawing(NamedTuple):
+    """value: of a point, beside its baseline's row (None where there is none); None: not drawn."""
+
+    name: str
+    title: str
+    label: str
+    passed: str
+    value: Callable[[Point, dict[str, Any] | None], float | None]
+    logarithmic: bool = False
+
+
+def draw(contents: list[Content], folder: Path) -> list[str]:
+    """Save every figure for which there are numbers, as PNG and SVG; returns their names without the ending."""
+    passes = list(dict.fromkeys(passed for content in contents for passed in content["settings"]["passes"]))
+    drawings = [
+        drawing
+        for passed in passes
+        for drawing in (
+            Drawing(f"speed-{passed}", f"Speed, {passed}", "TFLOP/s", passed, lambda p, _: p.row["tflops"]),
+            Drawing(f"speedup-{passed}", f"Speed-up over standard attention, {passed}", "x", passed, _speedup, True),
+            Drawing(f"memory-{passed}", f"Temporary memory, {passed}", "MiB", passed, _mebibytes, True),
+        )
+    ]
+    with matplotlib.rc_context(LOOK):
+        return [drawing.name for drawing in drawings if _draw(drawing, contents, folder)]
+
+
+def _speedup(point: Point, baseline: dict[str, Any] | None) -> float | None:
+    return None if baseline is None else baseline["ms"]["median"] / point.row["ms"]["median"]
+
+
+def _mebibytes(point: Point, _: dict[str, Any] | None) -> float | None:
+    size = point.row["temp_bytes"]
+    return size / 2**20 if size else None  # no place for 0 on a logarithmic axis
+
+
+def _points(contents: list[Content], passed: str) -> list[Point]:
+    """Of the published grid, whose workloads differ in nothing but head dim, mask and length."""
+    points = []
+    for run, content in enumerate(contents):
+        for row in content["rows"]:
+            w = content["workloads"][row["workload"]]
+            if row["workload"].startswith("fa3-") and row["pass"] == passed and row["status"] == "ok":
+                points.append(Point(run, w["head_dim"], w["is_causal"], w["seq_len"], row["implementation"], row))
+    return points
+
+
+def _draw(drawing: Drawing, contents: list[Content], folder: Path) -> bool:
+    points = _points(contents, drawing.passed)
+    rows = {point[:5]: point.row for point in points}
+    values: dict[tuple[int, bool], dict[str, dict[int, float]]] = {}
+    for p in points:
+        baselines = (rows.get((*p[:4], name)) for name in BASELINES)
+        value = drawing.value(p, next((row for row in baselines if row is not None), None))
+        if value is not None:
+            values.setdefault((p.head_dim, p.is_causal), {}).setdefault(p.implementation, {})[p.seq_len] = value
+    if not values:
+        return False
+    names = list(dict.fromkeys(p.implementation for p in points))
+    dims = sorted({dim for dim, _ in values})
+    masks = sorted({causal for _, causal in values})
+    figure = Figure(figsize=(1 + 4 * len(dims), 0.9 + 3 * len(masks)), layout="constrained")
+    axes = figure.subplots(len(masks), len(dims), squeeze=False, sharex=True, sharey=True)
+    for row, causal in zip(axes, masks, strict=True):
+        for axis, dim in zip(row, dims, strict=True):
+            axis.set_title(f"head dim {dim}, {'causal' if causal else 'full'}")
+            _draw_curves(axis, values.get((dim, causal), {}), names, logarithmic=drawing.logarithmic)
+        row[0].set_ylabel(drawing.label)
+    for axis in axes[-1]:
+        axis.set_xlabel("sequence length")
+    shown = {label: handle for a in axes.flat for handle, label in zip(*a.get_legend_handles_labels(), strict=True)}
+    figure.legend(shown.values(), shown.keys(), loc="outside right upper")
+    figure.suptitle(f"{drawing.title}: {contents[0]['environment']['device']}", x=0.01, ha="left", weight="bold")
+    figure.savefig(folder / f"{drawing.name}.png")
+    figure.savefig(folder / f"{drawing.name}.svg", metadata={"Date": None})
+    return True
+
+
+def _draw_curves(axis: Axes, curves: dict[str, dict[int, float]], names: list[str], *, logarithmic: bool) -> None:
+    axis.set_xscale("log", base=2)
+    if logarithmic:
+        axis.set_yscale("log")
+    for index, name in enumerate(names):
+        if name in curves:
+            style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+            lengths = sorted(curves[name])
+            axis.plot(lengths, [curves[name][length] for length in lengths], label=name, markersize=4, **style)
+    lengths = sorted({length for curve in curves.values() for length in curve})
+    axis.xaxis.set_major_locator(FixedLocator(lengths))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}"))
+    if not logarithmic:
+        axis.set_ylim(bottom=0)

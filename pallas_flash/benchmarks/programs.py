@@ -1,0 +1,108 @@
+"""From a workload and an implementation to compiled programs, ready to be called."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_flash.benchmarks.cases import Inputs, Workload
+from pallas_flash.benchmarks.check import Results
+from pallas_flash.benchmarks.peers import Peer
+
+# One set of inputs is enough if it is larger than the L2 cache of any GPU; smaller ones are rotated until they are.
+LARGER_THAN_L2 = 128 * 2**20
+MAX_SETS = 16
+
+
+class Program(NamedTuple):
+    """A compiled program and the arguments it is called with in turn."""
+
+    compiled: Any
+    arguments: list[tuple[Any, ...]]
+    results: Callable[[Any], Results]  # of what the program returns
+    temp_bytes: int | None = None
+    output_bytes: int = 0
+
+    def run(self) -> Results:
+        """The results for the first arguments."""
+        return self.results(self.compiled(*self.arguments[0]))
+
+
+class Rotating:
+    """Calls a program with its next arguments each time, so that they are not in the cache. JAX's profiler compiles
+    what is no `jax.stages.Wrapped`: so it has that protocol's other methods, which nobody calls."""
+
+    def __init__(self, program: Program):
+        self._compiled = program.compiled
+        self._arguments = itertools.cycle(program.arguments)
+
+    def __call__(self) -> Any:
+        return self._compiled(*next(self._arguments))
+
+    def trace(self, *_: Any) -> Any:
+        raise NotImplementedError("it is compiled already")
+
+    lower = eval_shape = trace
+
+
+def number_of_sets(workload: Workload, *, rotate: bool) -> int:
+    needed = -(-2 * LARGER_THAN_L2 // workload.min_bytes("forward"))
+    return min(needed, MAX_SETS) if rotate and workload.min_bytes("forward") < LARGER_THAN_L2 else 1
+
+
+def wanted(passes: list[str], *, alone: bool) -> list[str]:
+    """The programs that the passes need."""
+    kinds = {passed for passed in passes if passed != "backward"}
+    if "backward" in passes:
+        kinds |= {"backward"} if alone else {"forward", "forward+backward"}
+    return sorted(kinds)
+
+
+def build(workload: Workload, peer: Peer, kind: str, sets: list[Inputs]) -> Program:
+    """Trace, lower and compile; for the backward pass alone also run the forward pass once for each set of inputs."""
+    attend = peer.attend(workload)
+    arguments = [(i.q, i.k, i.v, i.dout, i.packing) for i in sets]
+
+    def forward(q: Any, k: Any, v: Any, dout: Any, packing: Any) -> Any:
+        return attend(q, k, v, packing)
+
+    def saving(q: Any, k: Any, v: Any, dout: Any, packing: Any) -> Any:
+        """Only the function that takes the cotangent: it holds what is kept between the passes."""
+        return jax.vjp(lambda *qkv: attend(*qkv, packing), q, k, v)[1]
+
+    def both(q: Any, k: Any, v: Any, dout: Any, packing: Any) -> Any:
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, packing), q, k, v)
+        return out, pull(dout)
+
+    if kind == "forward":
+        return compile_program(forward, arguments, Results)
+    if kind == "forward+backward":
+        return compile_program(both, arguments, lambda results: Results(results[0], **_named(results[1])))
+    first = compile_program(saving, arguments, lambda pull: pull)
+    saved = [(first.compiled(*args), inputs.dout) for args, inputs in zip(arguments, sets, strict=True)]
+    return compile_program(lambda pull, dout: pull(dout), saved, lambda gradients: Results(**_named(gradients)))
+
+
+def _named(gradients: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
+def compile_program(function: Any, arguments: list[tuple[Any, ...]], results: Callable[[Any], Any]) -> Program:
+    compiled = jax.jit(function).lower(*arguments[0]).compile()
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return Program(compiled, arguments, results)
+    return Program(compiled, arguments, results, memory.temp_size_in_bytes, memory.output_size_in_bytes)
+
+
+def reason(error: BaseException) -> str:
+    """The first lines of what an error says, on one line."""
+    text = " ".join(" ".join(_lines(str(error))).split())
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def _lines(text: str) -> Iterator[str]:
+    return itertools.islice((line for line in text.splitlines() if line.strip()), 3)

@@ -1,0 +1,244 @@
+"""Tables and figures of the JSON files of runs. Only times of one run compare, so every file has tables of its own."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pallas_flash.benchmarks import results
+from pallas_flash.benchmarks.cases import PASSES
+
+Content = dict[str, Any]
+# Of the implementations of this package, the first of these that was measured is the one compared.
+OURS = ("sm90", "sm80", "xla", "reference")
+READING = (
+    "Times are medians over interleaved calls. TFLOP/s counts the matrix products over pairs that the mask allows; "
+    "x is a peer's time over ours, so above 1 is faster. Results that are wrong, or were refused, have no time."
+)
+
+
+class Table(NamedTuple):
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+class Cells:
+    """The rows of one pass of a run, by workload and implementation, in the order in which they were measured."""
+
+    def __init__(self, content: Content, passed: str):
+        rows = [row for row in content["rows"] if row["pass"] == passed]
+        self.workloads = list(dict.fromkeys(row["workload"] for row in rows))
+        self.implementations = list(dict.fromkeys(row["implementation"] for row in rows))
+        self._rows = {(row["workload"], row["implementation"]): row for row in rows}
+
+    def row(self, workload: str, implementation: str | None) -> dict[str, Any] | None:
+        """Only if it has a time."""
+        row = self._rows.get((workload, str(implementation)))
+        return row if row is not None and row["status"] == "ok" else None
+
+    def timed(self) -> list[str]:
+        """The implementations that have any time."""
+        return [name for name in self.implementations if any(self.row(w, name) for w in self.workloads)]
+
+    def ours(self) -> str | None:
+        return next((name for name in OURS if name in self.timed()), None)
+
+    def peers(self) -> list[str]:
+        return [name for name in self.timed() if name != self.ours()]
+
+    def ratio(self, workload: str, peer: str, key: str) -> float | None:
+        """The peer's time over ours."""
+        rows = [self.row(workload, name) for name in (peer, self.ours())]
+        if any(row is None or row.get(key) is None for row in rows):
+            return None
+        theirs, mine = (row[key]["median"] for row in rows if row is not None)
+        return theirs / mine
+
+    def without_time(self) -> Iterator[dict[str, Any]]:
+        return (row for row in self._rows.values() if row["status"] != "ok")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def speed(content: Content, passed: str) -> Table:
+    """TFLOP/s of every implementation."""
+    cells = Cells(content, passed)
+    names = cells.timed()
+    rows = []
+    for workload in cells.workloads:
+        found = [cells.row(workload, name) for name in names]
+        rows.append([workload, *(_number(row and row["tflops"], "{:.4g}") for row in found)])
+    return Table(f"TFLOP/s, {passed}", ["workload", *names], rows)
+
+
+def ratios(content: Content, passed: str) -> Table:
+    """Ours beside each peer."""
+    cells = Cells(content, passed)
+    ours, peers = cells.ours(), cells.peers()
+    sustained = any("sustained_ms" in row for row in content["rows"])
+    header = ["workload", f"{ours} ms", "p20 to p80", "TFLOP/s", "of the matmul ceiling", "bound by"]
+    header += [f"x {peer}" for peer in peers] + [f"x {peer}, sustained" for peer in peers if sustained]
+    rows = []
+    for workload in cells.workloads:
+        row = cells.row(workload, ours)
+        if row is None:
+            continue
+        share = row.get("share_of_matmul")
+        line = [workload, f"{row['ms']['median']:.4g}", f"{row['ms']['p20']:.4g} to {row['ms']['p80']:.4g}"]
+        line += [f"{row['tflops']:.4g}", _number(share and 100 * share, "{:.0f} %"), row.get("bound_by", "")]
+        for key in ("ms", "sustained_ms") if sustained else ("ms",):
+            line += [_number(cells.ratio(workload, peer, key), "{:.3f}") for peer in peers]
+        rows.append(line)
+    return Table(f"{ours} beside its peers, {passed}", header, rows)
+
+
+def means(content: Content, passed: str) -> Table:
+    """Geometric means of the ratios for each head dim, with the worst."""
+    cells = Cells(content, passed)
+    dims = {w: content["workloads"][w]["head_dim"] for w in cells.workloads}
+    sustained = any("sustained_ms" in row for row in content["rows"])
+    rows = []
+    for peer in cells.peers():
+        for key in ("ms", "sustained_ms") if sustained else ("ms",):
+            name = f"{peer}, sustained" if key == "sustained_ms" else peer
+            for dim in [*sorted(set(dims.values())), None]:
+                found = {w: cells.ratio(w, peer, key) for w in cells.workloads if dim in (None, dims[w])}
+                line = _mean_line({w: ratio for w, ratio in found.items() if ratio is not None and ratio > 0})
+                if line:
+                    rows.append([name, "all" if dim is None else str(dim), *line])
+    header = ["peer", "head dim", "geometric mean of x", "least x", "at", "workloads"]
+    return Table(f"{cells.ours()} against each peer, {passed}", header, rows)
+
+
+def _mean_line(found: dict[str, float]) -> list[str]:
+    if not found:
+        return []
+    mean = math.exp(sum(map(math.log, found.values())) / len(found))
+    worst = min(found, key=lambda workload: found[workload])
+    return [f"{mean:.3f}", f"{found[worst]:.3f}", worst, str(len(found))]
+
+
+def memory(content: Content, passed: str) -> Table:
+    """Temporary memory of the compiled programs."""
+    cells = Cells(content, passed)
+    names = cells.timed()
+    rows = []
+    for workload in cells.workloads:
+        found = [cells.row(workload, name) for name in names]
+        sizes = (None if row is None or row["temp_bytes"] is None else row["temp_bytes"] / 2**20 for row in found)
+        rows.append([workload, *(_number(size, "{:,.1f}") for size in sizes)])
+    return Table(f"Temporary memory (MiB), {passed}", ["workload", *names], rows)
+
+
+def errors(content: Content, passed: str) -> Table:
+    """The largest relative error of each implementation."""
+    cells = Cells(content, passed)
+    rows = []
+    for name in cells.timed():
+        found = [row for workload in cells.workloads if (row := cells.row(workload, name))]
+        worst = {of: max(row["errors"][of] for row in found) for of in found[0]["errors"]}
+        rows.append([name, ", ".join(f"{of} {error:.2e}" for of, error in worst.items()), str(len(found))])
+    title = f"Largest relative error against float32 standard attention, {passed}"
+    return Table(title, ["implementation", "error", "workloads"], rows)
+
+
+def without_time(content: Content, passed: str) -> Table:
+    """What was wrong, refused or failed, with its reason."""
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for row in Cells(content, passed).without_time():
+        reasons.setdefault((row["implementation"], row["status"], row["reason"]), []).append(row["workload"])
+    rows = [[name, status, why, ", ".join(workloads)] for (name, status, why), workloads in reasons.items()]
+    return Table(f"Without a time, {passed}", ["implementation", "status", "reason", "workloads"], rows)
+
+
+TABLES: dict[str, Callable[[Content, str], Table]] = {
+    "ratios": ratios,
+    "means": means,
+    "speed": speed,
+    "memory": memory,
+    "errors": errors,
+    "without-time": without_time,
+}
+
+
+def table(name: str, content: Content, passed: str) -> Table:
+    """ValueError for a name or a pass that there is not."""
+    if name not in TABLES or passed not in PASSES:
+        raise ValueError(f"no table {name!r} of {passed!r}; there are {', '.join(TABLES)} of {', '.join(PASSES)}")
+    return TABLES[name](content, passed)
+
+
+def setting(content: Content) -> str:
+    """Where, how and from what, in a sentence or two."""
+    where, settings = content["environment"], content["settings"]
+    commit = where["commit"] and f"commit {where['commit'][:12]}{' with changes' if where['dirty'] else ''}"
+    driver = where["driver"] and f"driver {where['driver']}"
+    parts = [where["device"], driver, f"jax {where['jax']}", commit, f"inputs {content['inputs']}"]
+    said = "; ".join(part for part in parts if part)
+    clocks = " and ".join(sorted({row["clock"] for row in content["rows"] if row["status"] == "ok"}))
+    text = f"{said}. {settings['rounds']} rounds of up to {settings['iterations']} calls, clock: {clocks or 'none'}."
+    if content["ceilings"]:
+        ceiling = content["ceilings"]
+        text += f" Ceilings: {ceiling['matmul_tflops']:.4g} TFLOP/s, {ceiling['copy_gbps']:.4g} GB/s."
+    for name, what in (("left_out", "left out for lack of time"), ("interrupted", "interrupted")):
+        if content[name]:
+            text += f" {what.capitalize()}{': ' + ', '.join(content[name]) if name == 'left_out' else ''}."
+    return f"{text}{' Note: ' + settings['note'] + '.' if settings['note'] else ''} Command: `{where['command']}`"
+
+
+def markdown(made: Table) -> str:
+    escaped = ([cell.replace("|", "\\|") for cell in row] for row in (made.header, *made.rows))
+    lines = [f"| {' | '.join(row)} |" for row in escaped]
+    return "\n".join([lines[0], f"|{'---|' * len(made.header)}", *lines[1:]])
+
+
+def _html(made: Table) -> str:
+    def line(cells: Iterable[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    body = "\n".join(line(row, "td") for row in made.rows)
+    return f"<table>\n{line(made.header, 'th')}\n{body}\n</table>"
+
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Benchmarks</title>
+<style>body {{ font: 15px/1.5 sans-serif; max-width: 75em; margin: 2em auto; }} table {{ border-collapse: collapse; }}
+td, th {{ padding: .2em .7em; border-bottom: 1px solid #ddd; text-align: left; }} img {{ max-width: 100%; }}</style>
+{body}
+</html>
+"""
+
+
+def write(files: list[Path], folder: Path) -> Path:
+    """report.md, report.html and the figures (PNG and SVG) of the runs in `files`; returns the page."""
+    from pallas_flash.benchmarks import figures  # matplotlib, which nothing else here needs
+
+    contents = [results.read(path) for path in files]
+    if len({content["environment"]["device"] for content in contents}) > 1:
+        raise ValueError("report: the files are of different devices; make one report for each")
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = figures.draw(contents, folder)
+    text, page = ["# Benchmarks", READING], ["<h1>Benchmarks</h1>", f"<p>{html.escape(READING)}</p>"]
+    for name in drawn:
+        text.append(f"![{name}]({name}.png)")
+        page.append(f'<p><img src="{name}.svg" alt="{name}"></p>')
+    for path, content in zip(files, contents, strict=True):
+        text += [f"## {path.name}", setting(content)]
+        page += [f"<h2>{html.escape(path.name)}</h2>", f"<p>{html.escape(setting(content))}</p>"]
+        for made in _all_tables(content):
+            text += [f"### {made.title}", markdown(made)]
+            page += [f"<h3>{html.escape(made.title)}</h3>", _html(made)]
+    (folder / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(PAGE.format(body="\n".join(page)), encoding="utf-8")
+    return folder / "report.md"
+
+
+def _all_tables(content: Content) -> Iterator[Table]:
+    made = (make(content, passed) for passed in content["settings"]["passes"] for make in TABLES.values())
+    return (each for each in made if each.rows)

@@ -1,0 +1,98 @@
+"""The JSON file of a run: what was measured, where and how; whole at any moment, never overwritten by another run."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+SCHEMA = 1
+ROOT = Path(__file__).parent
+
+
+class ResultsFile:
+    """A new file in a folder, named by the time; `write` replaces its content in one move."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+        number = 1
+        while True:
+            self.path = folder / f"benchmarks-{stamp}{'' if number == 1 else f'-{number}'}.json"
+            try:
+                self.path.touch(exist_ok=False)  # two runs started at once never share a file
+                return
+            except FileExistsError:
+                number += 1
+
+    def write(self, content: dict[str, Any]) -> None:
+        partial = self.path.with_suffix(".partial")
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(json.dumps(_rounded(content), indent=1, allow_nan=False) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(self.path)
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to six digits: the rest is noise."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def read(path: Path) -> dict[str, Any]:
+    """ValueError if it is no file of a run."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not readable as the results of a run ({error})") from error
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: not the results of a run of this version (schema {SCHEMA})")
+    return content
+
+
+def environment() -> dict[str, Any]:
+    """Where the numbers come from."""
+    device = jax.devices()[0]
+    commit = _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    return {
+        "device": device.device_kind,
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "runtime": device.client.platform_version,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "commit": commit,
+        "dirty": None if commit is None else _said("git", "-C", str(ROOT), "status", "--porcelain") is not None,
+        "command": shlex.join(["python", "-m", "pallas_flash.benchmarks", *sys.argv[1:]]),
+        "peers": {name: _version(name) for name in ("tokamax", "dew-flash-attn-cu13", "dew-flash-attn-cu12", "torch")},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _said(*command: str) -> str | None:
+    """What a command prints first; None where there is no such command or it fails."""
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.splitlines()), None)

@@ -1,0 +1,61 @@
+"""The tables of measurements in the documents, made from the JSON files of runs.
+
+    python -m scripts.benchmark_tables           say which documents are not current
+    python -m scripts.benchmark_tables --write   put the tables into the documents
+
+A document names a table (`pallas_flash.benchmarks.report.TABLES`, or `setting`), a pass and a file beside it in the
+first of two comments, and what stands between the two is made:
+
+    <!-- benchmarks: begin ratios of forward in results/h200.json (make readme) -->
+    <!-- benchmarks: end -->
+
+Nothing is measured, so any machine gives the same text.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from pallas_flash.benchmarks import report, results
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+SECTION = re.compile(
+    r"(?P<begin><!-- benchmarks: begin (?P<table>\S+) of (?P<passed>\S+) in (?P<file>\S+) \(make readme\) -->)"
+    r".*?(?P<end><!-- benchmarks: end -->)",
+    re.DOTALL,
+)
+MARK = "<!-- benchmarks: begin"
+
+
+def with_tables(text: str, folder: Path) -> str:
+    """A document's text, its folder's files giving the tables. ValueError for a comment that is not as above."""
+
+    def made(section: re.Match[str]) -> str:
+        content = results.read(folder / section["file"])
+        if section["table"] == "setting":
+            body = report.setting(content)
+        else:
+            body = report.markdown(report.table(section["table"], content, section["passed"]))
+        return f"{section['begin']}\n\n{body}\n\n{section['end']}"
+
+    if text.count(MARK) != len(SECTION.findall(text)):
+        raise ValueError(f"a comment {MARK} … is not of the form that this script's description has")
+    return SECTION.sub(made, text)
+
+
+def stale() -> list[Path]:
+    return [path for path in DOCUMENTS if (text := path.read_text()) != with_tables(text, path.parent)]
+
+
+if __name__ == "__main__":
+    found = stale()
+    for path in found:
+        print(path.relative_to(ROOT))
+    if sys.argv[1:] == ["--write"]:
+        for path in found:
+            path.write_text(with_tables(path.read_text(), path.parent))
+    elif found:
+        sys.exit("not current: run `make readme`")
