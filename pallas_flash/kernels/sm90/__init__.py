@@ -63,9 +63,9 @@ def forward(
 
 
 def _function_obstacle(spec: AttentionSpec) -> str | None:
-    functions = {"score_mod": spec.score_mod} if spec.score_mod is not None else {}
-    functions |= {"masks.predicate": part.function for part in spec.mask if isinstance(part, Predicate)}
-    for name, function in functions.items():
+    functions = [("score_mod", spec.score_mod)] if spec.score_mod is not None else []
+    functions += [("masks.predicate", part.function) for part in spec.mask if isinstance(part, Predicate)]
+    for name, function in functions:
         if (obstacle := tile_function.obstacle(function)) is not None:
             return f"{name} uses {obstacle}, which the kernel cannot compute"
     return None
