@@ -1,8 +1,11 @@
 """Hopper (compute capability 9.0): TMA, wgmma, warp-specialised. The backward pass is that of `xla`.
 
+Every feature of a call is in the kernel and they compose freely. Refused are dtypes other than bfloat16 and float16,
+head dims beyond 256, a `precision` that 16-bit weights cannot give, arrays of 64 bits, and what a `score_mod` or a
+predicate does beyond `tile_function.OPERATIONS`.
+
 A tile that a mask hides in part is multiplied with weights of 0: NaN or Inf in a row of v that is hidden there reaches
-the tile's queries as 0 * NaN. Tiles that are hidden as a whole are never read. Hence no key lengths and no segments,
-whose hidden rows are often uninitialised memory.
+the tile's queries as 0 * NaN. Tiles that are hidden as a whole are never read.
 
 Importing this module does not import Pallas; `forward` does.
 """
@@ -43,9 +46,10 @@ def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
         return f"precision={spec.precision}: it rounds the softmax weights to {operands.q.dtype}"
     if (obstacle := _function_obstacle(spec)) is not None:
         return obstacle
-    arrays = jax.tree.leaves((operands.bias, operands.score_mod, operands.mask))
-    if wide := [array for array in arrays if array.dtype.itemsize > MAX_ITEMSIZE]:
-        return f"it reads no {wide[0].dtype}: {list(wide[0].shape)}"
+    for name in ("bias", "score_mod", "mask"):
+        for array in jax.tree.leaves(getattr(operands, name)):
+            if array.dtype.itemsize > MAX_ITEMSIZE:
+                return f"{name} has an array of {array.dtype}: it reads elements of up to {MAX_ITEMSIZE} bytes"
     if not _config(spec, operands):
         return f"no tiles for head dims {shapes.head_dim} and {shapes.value_head_dim}"
     return None
