@@ -38,6 +38,7 @@ def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, tensor_cores: 
     starts = [*range(0, rows - ROWS + 1, ROWS), *([rows - ROWS] if rows % ROWS else [])]
     at = lambda start, column: values.at[slot, pl.ds(start, ROWS), pl.ds(column, columns)]  # noqa: E731
     junk.found[slot] = jnp.int32(0)
+    plgpu.commit_smem()  # before some warp finds junk
     for start in starts:
         bad = _nothing()
         for column in range(0, head_dim, columns):
@@ -58,12 +59,12 @@ def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, tensor_cores: 
         plgpu.commit_smem()
 
 
-def poison(weights: jax.Array, junk: Junk, slot: jax.Array) -> jax.Array:
-    """The weights [queries, keys] of a tile, NaN where a key with junk takes part."""
+def poison(weights: jax.Array, p: jax.Array, junk: Junk, slot: jax.Array) -> jax.Array:
+    """The weights [queries, keys] of a tile, NaN where a key with junk takes part, which p > 0 says."""
 
     def poisoned(weights: jax.Array) -> jax.Array:
         rows = plgpu.layout_cast(junk.rows[slot], plgpu.Layout.WGMMA.reduce(0))
-        return weights + jnp.where(weights > 0, lax.broadcast_in_dim(rows, weights.shape, (1,)), 0.0)
+        return weights + jnp.where(p > 0, lax.broadcast_in_dim(rows, weights.shape, (1,)), 0.0)
 
     return lax.cond(junk.found[slot] != 0, poisoned, lambda weights: weights, weights)
 

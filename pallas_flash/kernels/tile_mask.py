@@ -1,4 +1,4 @@
-"""Masks on one tile of scores in registers."""
+"""Where the elements of a tile of scores in registers stand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.kernels.matmul import Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,24 +29,38 @@ class TileIndex:
     kv_base: jax.Array
     q_offset: Any
     transposed: bool = False
+    columns_inside: bool = False  # it is known that none stands behind the end of the arrays
 
     @functools.cached_property
     def q_row(self) -> jax.Array:
-        return self._spread(self.q_base, self._q_axis)
+        return self.spread(self._line(self.q_base, self.q_axis), self.q_axis)
 
     @functools.cached_property
     def q_pos(self) -> jax.Array:
-        return self._spread(self.q_base + self.q_offset, self._q_axis)
+        return self.spread(self._line(self.q_base + self.q_offset, self.q_axis), self.q_axis)
 
     @functools.cached_property
     def kv_pos(self) -> jax.Array:
-        return self._spread(self.kv_base, 1 - self._q_axis)
+        return self.spread(self._line(self.kv_base, self.kv_axis), self.kv_axis)
 
     @property
-    def _q_axis(self) -> int:
+    def q_axis(self) -> int:
         return int(self.transposed)
 
-    def _spread(self, base: jax.Array, axis: int) -> jax.Array:
-        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-        line = plgpu.layout_cast(lax.iota(jnp.int32, self.shape[axis]), layout) + base
+    @property
+    def kv_axis(self) -> int:
+        return 1 - self.q_axis
+
+    def span(self, axis: int, length: int) -> Span:
+        """Where the tile's rows (axis 0) or columns stand along the axis of an array of this many queries or keys."""
+        base = self.q_base if axis == self.q_axis else self.kv_base
+        outside = axis == 0 or not self.columns_inside  # clipping a thread's few rows costs nothing
+        return Span(axis, self.shape[axis], base, clip=outside and length % self.shape[axis] != 0)
+
+    def spread(self, line: jax.Array, axis: int) -> jax.Array:
+        """One value for each row (axis 0) or column as a tile."""
         return lax.broadcast_in_dim(line, self.shape, (axis,))
+
+    def _line(self, base: jax.Array, axis: int) -> jax.Array:
+        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+        return plgpu.layout_cast(lax.iota(jnp.int32, self.shape[axis]), layout) + base

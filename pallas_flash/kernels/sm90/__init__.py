@@ -1,5 +1,9 @@
 """Hopper (compute capability 9.0): TMA, wgmma, warp-specialised. The backward pass is that of `xla`.
 
+Every feature of a call is in the kernel and they compose freely. Refused are dtypes other than bfloat16 and float16,
+head dims beyond 256, a `precision` that 16-bit weights cannot give, arrays of 64 bits, and what a `score_mod` or a
+predicate does beyond `tile_function.OPERATIONS`.
+
 Tiles that a mask hides as a whole are never read. NaN and Inf in values that are hidden within a tile reach no query:
 see kernels/junk.py.
 
@@ -14,13 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import xla
+from pallas_flash.kernels import tile_function
 from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, MIN_MASKED_BLOCK, ForwardConfig, padded_head_dims
-from pallas_flash.masks import Band, Chunked, PrefixLM, QueryLengths
+from pallas_flash.masks import Dense, Predicate, Segments
 from pallas_flash.spec import AttentionSpec, Forward, Operands
 from pallas_flash.tuning import cache
 
 NAME = "sm90"
 MAX_HEAD_DIM = 256
+MAX_ITEMSIZE = 4  # of the elements of arrays that scores depend on
 MAX_ROWS = 2**31  # of all batch elements and heads: row statistics with larger offsets have not been proven right
 
 backward = xla.backward
@@ -38,18 +44,12 @@ def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
         return f"batch * heads * queries must stay below {MAX_ROWS}: {shapes}"
     if spec.precision not in (None, jax.lax.Precision.DEFAULT, "default", "fastest"):
         return f"precision={spec.precision}: it rounds the softmax weights to {operands.q.dtype}"
-    refused = {
-        "bias": operands.bias is not None,
-        "score_mod": spec.score_mod is not None,
-        "dropout": spec.dropout_rate > 0,
-        "the maximum logit beside sinks": spec.return_max_logit and operands.sinks is not None,
-    }
-    for feature, present in refused.items():
-        if present:
-            return f"it has no {feature} yet"
-    for part in spec.mask:
-        if not isinstance(part, Band | Chunked | PrefixLM | QueryLengths):
-            return f"it has no mask of the kind {type(part).__name__} yet"
+    if (obstacle := _function_obstacle(spec)) is not None:
+        return obstacle
+    for name in ("bias", "score_mod", "mask"):
+        for array in jax.tree.leaves(getattr(operands, name)):
+            if array.dtype.itemsize > MAX_ITEMSIZE:
+                return f"{name} has an array of {array.dtype}: it reads elements of up to {MAX_ITEMSIZE} bytes"
     if not _config(spec, operands):
         return f"no tiles for head dims {shapes.head_dim} and {shapes.value_head_dim}"
     return None
@@ -63,23 +63,36 @@ def forward(
 
     config = config or _config(spec, operands)
     assert config is not None, "unsupported() refuses what has no tiles"
-    residuals = run(spec, operands, config, interpret=interpret)
-    return Forward(residuals, residuals.m.max(-1) if spec.return_max_logit else None)
+    return run(spec, operands, config, interpret=interpret)
+
+
+def _function_obstacle(spec: AttentionSpec) -> str | None:
+    functions = [("score_mod", spec.score_mod)] if spec.score_mod is not None else []
+    functions += [("masks.predicate", part.function) for part in spec.mask if isinstance(part, Predicate)]
+    for name, function in functions:
+        if (obstacle := tile_function.obstacle(function)) is not None:
+            return f"{name} uses {obstacle}, which the kernel cannot compute"
+    return None
 
 
 def _config(spec: AttentionSpec, operands: Operands) -> ForwardConfig | None:
     """The tuned entry of the nearest case whose buffers fit."""
     shapes = operands.shapes
-    case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, mask_class(spec))
+    case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, mask_class(spec, operands))
     for entry in cache.nearest("sm90_forward", case):
         config = ForwardConfig(**entry)
         same_buffer = config.out_has_own_buffer or shapes.head_dim == shapes.value_head_dim
         needed = config.shared_bytes(*padded_head_dims(shapes), operands.q.dtype.itemsize)
-        cleanable = not spec.mask or config.block_kv >= MIN_MASKED_BLOCK
+        hides = bool(spec.mask) or operands.bias is not None
+        cleanable = not hides or config.block_kv >= MIN_MASKED_BLOCK
         if same_buffer and cleanable and needed <= MAX_SHARED_BYTES:
             return config
     return None
 
 
-def mask_class(spec: AttentionSpec) -> str:
+def mask_class(spec: AttentionSpec, operands: Operands) -> str:
+    """general: where an element of the scores needs registers of its own besides its score."""
+    parts = any(isinstance(part, Dense | Predicate | Segments) for part in spec.mask)
+    if parts or operands.bias is not None or spec.score_mod is not None or spec.dropout_rate > 0:
+        return "general"
     return "causal" if spec.mask else "full"

@@ -59,17 +59,19 @@ class ForwardConfig:
 
     @property
     def compute_registers(self) -> int:
-        """Of one thread; the compute warpgroups and the one that copies share 65,536 registers."""
+        """Of one thread. With `copy_registers` it must come out of what the kernel was launched with: 65,536 registers
+        over all threads, a multiple of 8 each. More would wait for ever."""
         return {1: 240, 2: 240, 3: 160}[self.compute_wgs]
 
     @property
     def copy_registers(self) -> int:
-        return {1: 40, 2: 32, 3: 32}[self.compute_wgs]
+        return {1: 40, 2: 24, 3: 32}[self.compute_wgs]
 
     def shared_bytes(self, head_dim: int, value_head_dim: int, itemsize: int) -> int:
         """What a CTA needs of `MAX_SHARED_BYTES`."""
         q, out = (self.tile_q * dim * itemsize for dim in (head_dim, value_head_dim))
         k, v = (self.num_stages * self.block_kv * dim * itemsize for dim in (head_dim, value_head_dim))
-        rows = self.tile_q * 4
-        buffers = (q if self.out_has_own_buffer else max(q, out), k, v, out * self.out_has_own_buffer, rows, rows)
+        rows, keys = self.tile_q * 4, self.num_stages * self.block_kv * 4
+        own = out * self.out_has_own_buffer
+        buffers = (q if self.out_has_own_buffer else max(q, out), k, v, own, rows, rows, keys, BUFFER_ALIGNMENT)
         return sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers) + BARRIER_BYTES

@@ -13,6 +13,7 @@ from pallas_flash.kernels import barriers as bar
 from pallas_flash.kernels import junk, matmul, memory, softmax
 from pallas_flash.kernels.sm90.config import ForwardConfig
 from pallas_flash.kernels.sm90.schedule import WorkItem
+from pallas_flash.kernels.tile_scores import ScoreOperands
 from pallas_flash.spec import LOG2E, AttentionSpec, Shapes
 
 Ref = Any
@@ -28,7 +29,10 @@ class Inputs(NamedTuple):
     scale: Ref | None  # [1]
     sinks: Ref | None  # [N]
     q_offset: Ref | None  # [B]
-    mask: tuple[tuple[Ref, ...], ...]  # of parts that have one int32 a batch element
+    score_mod: tuple[Ref, ...]  # these as in spec.Operands
+    bias: Ref | None
+    mask: tuple[tuple[Ref, ...], ...]
+    dropout_key: Ref | None
 
 
 class Buffers(NamedTuple):
@@ -65,10 +69,19 @@ class Work(NamedTuple):
     item: WorkItem
     q_base: jax.Array
     count: jax.Array  # key blocks of the items before
-    scale: Any
     sink: jax.Array | None
     q_offset: Any
-    mask: tuple[tuple[jax.Array, ...], ...]
+    scores: ScoreOperands
+
+
+class Worker(NamedTuple):
+    """One compute warpgroup with its work, and everything that it works with."""
+
+    plan: Plan
+    buffers: Buffers
+    barriers: Barriers
+    work: Work
+    acc: Ref  # O, not yet normalised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,25 +93,34 @@ class Plan:
     dtype: Any
     config: ForwardConfig
     tensor_cores: matmul.TensorCores
+    has_bias: bool
+
+    @property
+    def any_logits(self) -> bool:
+        """Whether logits may be as large as float32 goes."""
+        return self.has_bias or self.spec.score_mod is not None
 
     @property
     def some_masked(self) -> bool:
         return bool(self.spec.mask) or self.shapes.kv_len % self.config.block_kv != 0
 
-    @property
-    def hides_values(self) -> bool:
-        """Whether rows of v within a block are hidden from some queries. Those behind the end are zeros."""
-        return bool(self.spec.mask)
+    def hides_values(self, *, masked: bool) -> bool:
+        """Whether a block, masked or not, may have rows of v that some queries must not read: a bias may be -inf
+        anywhere. Rows behind the end are zeros."""
+        return self.has_bias or (masked and bool(self.spec.mask))
 
     @property
     def raw_scores(self) -> bool:
         """Whether the softmax works on q.k itself, with the scale folded into its exponent: a monotonic map."""
-        return self.spec.scale is not None and self.spec.scale > 0 and self.spec.soft_cap is None
+        spec = self.spec
+        return spec.scale is not None and spec.scale > 0 and spec.soft_cap is None and not self.any_logits
 
     @property
-    def to_log2(self) -> float:
-        """From scores to logits in base 2."""
-        return self.spec.scale * LOG2E if self.raw_scores else LOG2E
+    def units(self) -> softmax.Units:
+        """Of the row maxima."""
+        if self.any_logits:
+            return softmax.Units(1.0, LOG2E)
+        return softmax.Units(self.spec.scale * LOG2E if self.raw_scores else LOG2E)
 
 
 def buffers(plan: Plan) -> Buffers:
@@ -112,7 +134,7 @@ def buffers(plan: Plan) -> Buffers:
         out=matrix((wgs, block_q, shapes.value_head_dim)) if config.out_has_own_buffer else None,
         m=memory.rows((wgs, block_q)),
         l=memory.rows((wgs, block_q)),
-        junk=junk.scratch(config.num_stages, block_kv) if plan.hides_values else None,
+        junk=junk.scratch(config.num_stages, block_kv) if plan.hides_values(masked=True) else None,
         scores=plan.tensor_cores.scratch((wgs, block_q, block_kv)),
         acc=plan.tensor_cores.scratch((wgs, block_q, shapes.value_head_dim)),
     )
@@ -125,6 +147,6 @@ def barriers(plan: Plan) -> Barriers:
         q=bar.handshake(wgs, 1),
         k=bar.handshake(config.num_stages, wgs),
         v=bar.handshake(config.num_stages, wgs),
-        v_landed=plgpu.Barrier(num_barriers=config.num_stages) if plan.hides_values else None,
+        v_landed=plgpu.Barrier(num_barriers=config.num_stages) if plan.hides_values(masked=True) else None,
         turns=bar.Turns(plgpu.Barrier(num_barriers=wgs)) if config.take_turns and wgs > 1 else None,
     )
