@@ -69,12 +69,15 @@ def build(workload: Workload, peer: Peer, kind: str, sets: list[Inputs]) -> Prog
     def forward(q: Any, k: Any, v: Any, dout: Any, packing: Any) -> Any:
         return attend(q, k, v, packing)
 
+    def vjp(q: Any, k: Any, v: Any, packing: Any) -> Any:
+        return jax.vjp(lambda q, k, v: attend(q, k, v, packing), q, k, v)
+
     def saving(q: Any, k: Any, v: Any, dout: Any, packing: Any) -> Any:
         """Only the function that takes the cotangent: it holds what is kept between the passes."""
-        return jax.vjp(lambda *qkv: attend(*qkv, packing), q, k, v)[1]
+        return vjp(q, k, v, packing)[1]
 
     def both(q: Any, k: Any, v: Any, dout: Any, packing: Any) -> Any:
-        out, pull = jax.vjp(lambda *qkv: attend(*qkv, packing), q, k, v)
+        out, pull = vjp(q, k, v, packing)
         return out, pull(dout)
 
     if kind == "forward":
