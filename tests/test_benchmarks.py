@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_flash.benchmarks import __main__ as command_line
-from pallas_flash.benchmarks import cases, check, peers, programs, report, results, runner, timing
+from pallas_flash.benchmarks import cases, check, peers, programs, report, results, runner, timing, traffic
 from pallas_flash.benchmarks.cases import Workload
 from pallas_flash.benchmarks.peers import Peer
 from pallas_flash.benchmarks.progress import Progress
@@ -152,6 +152,20 @@ def test_flops_and_bytes():
     gpt2 = cases.select(["gpt2-full-1024"], cases.WORKLOADS)[0]
     tensor = 64 * 1024 * 16 * 64 * 2
     assert gpt2.min_bytes("forward") == 4 * tensor + 4 * 64 * 1024 * 16
+
+
+def test_traffic_by_formula(capsys):
+    gpt2 = cases.select(["gpt2-full-1024"], cases.WORKLOADS)[0]
+    matrix, tensor = 64 * 16 * 1024**2 * 2, 64 * 1024 * 16 * 64 * 2
+    assert traffic.standard_bytes(gpt2, "forward") == 4 * matrix + 4 * tensor
+    assert traffic.standard_bytes(gpt2, "forward+backward") == 11 * matrix + 4 * tensor + 8 * tensor
+    assert traffic.flash_bytes(gpt2, "forward", 1024) == gpt2.min_bytes("forward")
+    streamed = [traffic.flash_bytes(gpt2, "forward", tile) - 2 * tensor - 4 * 64 * 1024 * 16 for tile in (128, 64)]
+    assert streamed == [8 * 2 * tensor, 16 * 2 * tensor]
+    causal = cases.select(["gpt2-causal-1024"], cases.WORKLOADS)[0]
+    assert traffic.flash_bytes(causal, "backward", 64) < traffic.flash_bytes(gpt2, "backward", 64)
+    assert command_line.main(["traffic", "--workloads", "gpt2-full*", "--tiles", "128"]) == 0
+    assert "| gpt2-full-1024 | 962.1 |" in capsys.readouterr().out
 
 
 def test_selection():

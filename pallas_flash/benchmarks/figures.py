@@ -25,6 +25,8 @@ LOOK = {
     "savefig.dpi": 160,
     "svg.hashsalt": "pallas_flash",  # the same drawing is the same file
 }
+NO_MEMORY = 0.001  # MiB: where no memory at all stands on a logarithmic axis
+MEMORY_LABEL = f"MiB (none: drawn at {NO_MEMORY})"
 BASELINES = ("reference", "jax.nn-xla")  # standard attention: the first of them that was measured
 
 
@@ -57,7 +59,7 @@ def draw(contents: list[Content], folder: Path) -> list[str]:
         for drawing in (
             Drawing(f"speed-{passed}", f"Speed, {passed}", "TFLOP/s", passed, lambda p, _: p.row["tflops"]),
             Drawing(f"speedup-{passed}", f"Speed-up over standard attention, {passed}", "x", passed, _speedup, True),
-            Drawing(f"memory-{passed}", f"Temporary memory, {passed}", "MiB", passed, _mebibytes, True),
+            Drawing(f"memory-{passed}", f"Temporary memory, {passed}", MEMORY_LABEL, passed, _mebibytes, True),
         )
     ]
     with matplotlib.rc_context(LOOK):
@@ -70,7 +72,7 @@ def _speedup(point: Point, baseline: dict[str, Any] | None) -> float | None:
 
 def _mebibytes(point: Point, _: dict[str, Any] | None) -> float | None:
     size = point.row["temp_bytes"]
-    return size / 2**20 if size else None  # no place for 0 on a logarithmic axis
+    return None if size is None else max(size / 2**20, NO_MEMORY)
 
 
 def _points(contents: list[Content], passed: str) -> list[Point]:
