@@ -184,7 +184,7 @@ def test_small_inputs_are_rotated():
     assert programs.number_of_sets(TINY, rotate=True) == programs.MAX_SETS
     assert programs.number_of_sets(TINY, rotate=False) == 1
     assert programs.number_of_sets(large, rotate=True) == programs.number_of_sets(small, rotate=True) == 1
-    program = programs.compile_program(lambda x: x + 1, [(jnp.array(n),) for n in range(3)], lambda x: x)
+    program = programs.compile_program(lambda x: x + 1, [(jnp.array(n),) for n in range(3)])
     call = programs.Rotating(program)
     assert isinstance(call, jax.stages.Wrapped)
     assert [int(call()) for _ in range(4)] == [1, 2, 3, 1]

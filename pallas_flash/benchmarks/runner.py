@@ -6,15 +6,16 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from pallas_flash.benchmarks import cases, check, programs, results, timing
-from pallas_flash.benchmarks.cases import Inputs, Workload
+from pallas_flash.benchmarks.cases import Workload
 from pallas_flash.benchmarks.peers import Peer
 from pallas_flash.benchmarks.programs import Program
 from pallas_flash.benchmarks.progress import Progress
@@ -116,15 +117,9 @@ def _run_workload(current: Run, workload: Workload, timer: Timer) -> None:
         for kind in programs.wanted(settings.passes, alone=peer.backward_alone)
     ]
     try:
-        try:
-            count = programs.number_of_sets(workload, rotate=timer.on_gpu)
-            sets = [cases.make_inputs(workload, seed) for seed in range(count)]
-            want = jax.block_until_ready(check.expected(workload, sets[0]))
-        except Exception as error:  # out of memory, say: then no result can be checked
-            for each in measured:
-                each.failure = f"no expected results: {programs.reason(error)}"
+        want = _prepare(measured, workload, timer)
+        if want is None:
             return
-        _compile(measured, workload, sets)
         for each in measured:
             _judge(each, workload, want)
         del want
@@ -134,17 +129,33 @@ def _run_workload(current: Run, workload: Workload, timer: Timer) -> None:
         _add_rows(current, workload, measured)
 
 
-def _compile(measured: list[Measured], workload: Workload, sets: list[Inputs]) -> None:
-    """All programs of a workload at once, before anything is timed."""
+def _prepare(measured: list[Measured], workload: Workload, timer: Timer) -> check.Results | None:
+    """Compile all programs of a workload at once, before anything is timed, and compute what is expected; None, with
+    the reason in every program's place, if that cannot be computed."""
 
-    def build(each: Measured) -> None:
+    def attempt(each: Measured, action: Callable[[], Any]) -> Any:
         try:
-            each.program = programs.build(workload, each.peer, each.kind, sets)
+            return action()
         except Exception as error:  # whatever stops an implementation is a row of the table
             each.failure = programs.reason(error)
 
-    with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
-        list(pool.map(build, measured))
+    def finish(each: Measured, compiling: Callable[[], Program]) -> None:
+        each.program = attempt(each, compiling)
+
+    try:
+        count = programs.number_of_sets(workload, rotate=timer.on_gpu)
+        sets = [cases.make_inputs(workload, seed) for seed in range(count)]
+        with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
+            want = pool.submit(lambda: jax.block_until_ready(check.expected(workload, sets[0])))
+            for each in measured:
+                lowered = attempt(each, partial(programs.lower, workload, each.peer, each.kind, sets))
+                if lowered is not None:
+                    pool.submit(finish, each, lowered)
+        return want.result()
+    except Exception as error:  # out of memory, say
+        for each in measured:
+            each.failure, each.program = f"no expected results: {programs.reason(error)}", None
+        return None
 
 
 def _judge(each: Measured, workload: Workload, want: check.Results) -> None:
