@@ -65,6 +65,7 @@ def wanted(passes: list[str], *, alone: bool) -> list[str]:
 def lower(workload: Workload, peer: Peer, kind: str, sets: list[Inputs]) -> Callable[[], Program]:
     """Trace and lower, which is Python and not every library does in threads; returns what compiles the program, which
     may run in a thread. For the backward pass alone it also runs the forward pass once for each set of inputs."""
+    assert peer.attend is not None, "PyTorch is not lowered here"
     attend = peer.attend(workload)
     arguments = [(i.q, i.k, i.v, i.dout, i.packing) for i in sets]
 

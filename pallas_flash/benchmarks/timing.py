@@ -22,19 +22,21 @@ HELD_BYTES = 16 * 2**30  # the profiler keeps the results of all iterations
 
 @dataclasses.dataclass
 class Samples:
-    """Milliseconds a call. device: one each call, by CUPTI. wall: one each round, of a loop that waits once at its end.
-    sustained_wall: of one such loop of SUSTAINED_SECONDS; sustained: device time of the calls right after it."""
+    """Milliseconds a call. device: one each call, by device_clock. wall: one each round, of a loop that waits once at
+    its end. sustained_wall: of one such loop of SUSTAINED_SECONDS; sustained: device time of the calls right after it.
+    note: what there is to know of the clock. failure: what stopped it."""
 
     device: list[float] = dataclasses.field(default_factory=list)
     wall: list[float] = dataclasses.field(default_factory=list)
     sustained: list[float] = dataclasses.field(default_factory=list)
     sustained_wall: list[float] = dataclasses.field(default_factory=list)
-    note: str | None = None  # why there is no device time
-    failure: str | None = None  # what stopped it
+    note: str | None = None
+    failure: str | None = None
+    device_clock: str = "cupti"
 
     @property
     def clock(self) -> str:
-        return "cupti" if self.device else "wall"
+        return self.device_clock if self.device else "wall"
 
     @property
     def times(self) -> list[float]:
