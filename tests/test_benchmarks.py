@@ -309,3 +309,14 @@ def test_a_ratio_needs_both_times():
     assert [row[0] for row in made.rows] == ["fa3-h64-full-1024"]
     (mean,) = [row for row in report.means(content, "forward").rows if row[1] == "all"]
     assert np.isclose(float(mean[2]), 4.0) and mean[-1] == "1"
+
+
+@pytest.mark.gpu
+def test_device_times(tmp_path):
+    """On a GPU there are device times, also after sustained work, and the wall time is no shorter."""
+    workload = Workload("small", 2, 1024, 8, 8, 128, is_causal=True)
+    content = measure(tmp_path, ours("xla", "jax.nn-cudnn"), workload, sustained=True)
+    for row in content["rows"]:
+        assert row["status"] == "ok" and row["clock"] == "cupti", row
+        assert 0 < row["ms"]["min"] < 1.1 * row["wall_ms"]["median"] and row["sustained_ms"]["samples"] > 0
+    assert content["ceilings"]["copy_gbps"] > 100
