@@ -3,10 +3,10 @@
     python -m scripts.benchmark_tables           say which documents are not current
     python -m scripts.benchmark_tables --write   put the tables into the documents
 
-A document names a table (`pallas_flash.benchmarks.report.TABLES`, or `setting`), a pass and a file beside it in the
-first of two comments, and what stands between the two is made:
+A document names a table (`pallas_flash.benchmarks.report.TABLES`, or `setting`), a pass, a pattern of workloads and a
+file, as seen from the document, in the first of two comments, and what stands between the two is made:
 
-    <!-- benchmarks: begin ratios of forward in results/h200.json (make readme) -->
+    <!-- benchmarks: begin ratios of forward for fa3-* in results/h200.json (make readme) -->
     <!-- benchmarks: end -->
 
 Nothing is measured, so any machine gives the same text.
@@ -23,7 +23,8 @@ from pallas_flash.benchmarks import report, results
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SECTION = re.compile(
-    r"(?P<begin><!-- benchmarks: begin (?P<table>\S+) of (?P<passed>\S+) in (?P<file>\S+) \(make readme\) -->)"
+    r"(?P<begin><!-- benchmarks: begin (?P<table>\S+) of (?P<passed>\S+) for (?P<workloads>\S+) in (?P<file>\S+) "
+    r"\(make readme\) -->)"
     r".*?(?P<end><!-- benchmarks: end -->)",
     re.DOTALL,
 )
@@ -33,17 +34,18 @@ MARK = "<!-- benchmarks: begin"
 def with_tables(text: str, folder: Path) -> str:
     """A document's text, its folder's files giving the tables. ValueError for a comment that is not as above."""
 
-    def made(section: re.Match[str]) -> str:
+    def filled(section: re.Match[str]) -> str:
         content = results.read(folder / section["file"])
         if section["table"] == "setting":
             body = report.setting(content)
         else:
-            body = report.markdown(report.table(section["table"], content, section["passed"]))
+            made = report.table(section["table"], content, section["passed"], section["workloads"])
+            body = report.markdown(made)
         return f"{section['begin']}\n\n{body}\n\n{section['end']}"
 
     if text.count(MARK) != len(SECTION.findall(text)):
         raise ValueError(f"a comment {MARK} … is not of the form that this script's description has")
-    return SECTION.sub(made, text)
+    return SECTION.sub(filled, text)
 
 
 def stale() -> list[Path]:

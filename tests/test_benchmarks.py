@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_flash.benchmarks import __main__ as command_line
-from pallas_flash.benchmarks import cases, check, peers, programs, report, results, runner, timing
+from pallas_flash.benchmarks import cases, check, peers, programs, report, results, runner, timing, traffic
 from pallas_flash.benchmarks.cases import Workload
 from pallas_flash.benchmarks.peers import Peer
 from pallas_flash.benchmarks.progress import Progress
@@ -76,6 +76,31 @@ def test_wrong_results_and_failures_are_rows_without_times(tmp_path):
         assert right["status"] == "ok" and right["sustained_ms"]["samples"] == 1
 
 
+def test_without_expected_results_nothing_is_timed(tmp_path, monkeypatch):
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(check, "expected", fail)
+    content = measure(tmp_path, ours("xla", "torch-sdpa"), PACKED, passes=["forward"])
+    assert [row["reason"].split(":")[0] for row in content["rows"]] == ["no expected results", "NotImplementedError"]
+
+
+def test_pytorch_measures_itself(tmp_path, monkeypatch):
+    """What its process answers becomes rows like the others, judged by the same budgets."""
+
+    def answer(workload: Workload, kinds: list[str], calls: int) -> Any:
+        gradients = {"dq": 1.0 if workload is WINDOW else 0.0, "dk": 0.0, "dv": 0.0}
+        forward = {"errors": {"out": 0.0}, "ms": [1.0] * calls, "temp_bytes": 5}
+        both = {"errors": {"out": 0.0, **gradients}, "ms": [3.0] * calls, "temp_bytes": 7}
+        return {kind: {"forward": forward, "forward+backward": both}[kind] for kind in kinds}
+
+    monkeypatch.setattr(runner.torch_sdpa, "answer", answer)
+    first, second = measure(tmp_path, ours("torch-sdpa"), PACKED, WINDOW, passes=["backward"])["rows"]
+    assert first["ms"]["median"] == 2.0 and first["clock"] == "cuda events" and first["temp_bytes"] == 7
+    assert first["method"].startswith("difference") and "process of its own" in first["clock_note"]
+    assert second["status"] == "wrong" and "dq" in second["reason"]
+
+
 class Interrupting(Progress):
     """Ctrl-C while the second workload is measured."""
 
@@ -127,7 +152,7 @@ def test_expected_results_and_costs(workload, monkeypatch):
     monkeypatch.setattr(check, "BLOCK_Q", 16)
     inputs = cases.make_inputs(workload, 3)
     exact = inputs._replace(**{name: x.astype(jnp.float32) for name, x in zip("qkv", inputs[:3], strict=True)})
-    attend = ours("reference")[0].attend(workload)
+    attend = peers._ours("reference", workload)
     out, pull = jax.vjp(lambda *qkv: attend(*qkv, inputs.packing), *exact[:3])
     want = check.Results(out, *pull(inputs.dout.astype(jnp.float32)))
     errors = check.relative_errors(check.expected(workload, inputs), want)
@@ -154,6 +179,20 @@ def test_flops_and_bytes():
     assert gpt2.min_bytes("forward") == 4 * tensor + 4 * 64 * 1024 * 16
 
 
+def test_traffic_by_formula(capsys):
+    gpt2 = cases.select(["gpt2-full-1024"], cases.WORKLOADS)[0]
+    matrix, tensor = 64 * 16 * 1024**2 * 2, 64 * 1024 * 16 * 64 * 2
+    assert traffic.standard_bytes(gpt2, "forward") == 4 * matrix + 4 * tensor
+    assert traffic.standard_bytes(gpt2, "forward+backward") == 11 * matrix + 4 * tensor + 8 * tensor
+    assert traffic.flash_bytes(gpt2, "forward", 1024) == gpt2.min_bytes("forward")
+    streamed = [traffic.flash_bytes(gpt2, "forward", tile) - 2 * tensor - 4 * 64 * 1024 * 16 for tile in (128, 64)]
+    assert streamed == [8 * 2 * tensor, 16 * 2 * tensor]
+    causal = cases.select(["gpt2-causal-1024"], cases.WORKLOADS)[0]
+    assert traffic.flash_bytes(causal, "backward", 64) < traffic.flash_bytes(gpt2, "backward", 64)
+    assert command_line.main(["traffic", "--workloads", "gpt2-full*", "--tiles", "128"]) == 0
+    assert "| gpt2-full-1024 | 962.1 |" in capsys.readouterr().out
+
+
 def test_selection():
     names = [w.name for w in cases.select(["fa3-h128-*-8192", "window*"], cases.WORKLOADS)]
     assert names == ["fa3-h128-full-8192", "fa3-h128-causal-8192", "window-1024-32768"]
@@ -170,7 +209,7 @@ def test_small_inputs_are_rotated():
     assert programs.number_of_sets(TINY, rotate=True) == programs.MAX_SETS
     assert programs.number_of_sets(TINY, rotate=False) == 1
     assert programs.number_of_sets(large, rotate=True) == programs.number_of_sets(small, rotate=True) == 1
-    program = programs.compile_program(lambda x: x + 1, [(jnp.array(n),) for n in range(3)], lambda x: x)
+    program = programs.compile_program(lambda x: x + 1, [(jnp.array(n),) for n in range(3)])
     call = programs.Rotating(program)
     assert isinstance(call, jax.stages.Wrapped)
     assert [int(call()) for _ in range(4)] == [1, 2, 3, 1]
@@ -232,7 +271,7 @@ def test_report(saved, tmp_path):
     assert "no \\| module" in text and "Left out for lack of time: gpt2." in text
     assert "aaaaaaaaaaaa with changes" in text and "<td>1.250</td>" in page.with_suffix(".html").read_text()
     drawn = {path.name for path in page.parent.iterdir()} - {"report.md", "report.html"}
-    names = ("speed-forward", "speedup-forward", "memory-forward")
+    names = ("speed-forward", "speedup-forward", "memory-forward", "roofline-forward")
     assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
 
 
@@ -249,19 +288,18 @@ def test_documents_are_current():
 
 
 def test_tables_in_a_document(saved):
-    begin, end = "<!-- benchmarks: begin ratios of forward in run.json (make readme) -->", "<!-- benchmarks: end -->"
+    begin, end = (
+        "<!-- benchmarks: begin ratios of forward for *-512 in run.json (make readme) -->",
+        "<!-- benchmarks: end -->",
+    )
     text = f"Before.\n{begin}\n| stale |\n{end}\nBetween.\n{begin.replace('ratios', 'setting')}{end}\nAfter.\n"
     made = benchmark_tables.with_tables(text, saved.parent)
-    assert "stale" not in made and "| 1.250 | 8.000 |" in made and "Some GPU" in made
+    assert "stale" not in made and made.count("| 1.250 | 8.000 |") == 1 and "Some GPU" in made
     assert made.startswith("Before.\n") and "\nBetween.\n" in made and made.endswith("\nAfter.\n")
     assert benchmark_tables.with_tables(made, saved.parent) == made
-    for broken in (
-        text.replace("(make readme)", ""),
-        text.replace("ratios of", "ratio of"),
-        text.replace("run.", "r."),
-    ):
+    for old, new in (("(make readme)", ""), ("ratios of", "ratio of"), ("run.", "r."), ("*-512", "*-513")):
         with pytest.raises(ValueError):
-            benchmark_tables.with_tables(broken, saved.parent)
+            benchmark_tables.with_tables(text.replace(old, new), saved.parent)
 
 
 def test_a_ratio_needs_both_times():
@@ -271,3 +309,14 @@ def test_a_ratio_needs_both_times():
     assert [row[0] for row in made.rows] == ["fa3-h64-full-1024"]
     (mean,) = [row for row in report.means(content, "forward").rows if row[1] == "all"]
     assert np.isclose(float(mean[2]), 4.0) and mean[-1] == "1"
+
+
+@pytest.mark.gpu
+def test_device_times(tmp_path):
+    """On a GPU there are device times, also after sustained work, and the wall time is no shorter."""
+    workload = Workload("small", 2, 1024, 8, 8, 128, is_causal=True)
+    content = measure(tmp_path, ours("xla", "jax.nn-cudnn"), workload, sustained=True)
+    for row in content["rows"]:
+        assert row["status"] == "ok" and row["clock"] == "cupti", row
+        assert 0 < row["ms"]["min"] < 1.1 * row["wall_ms"]["median"] and row["sustained_ms"]["samples"] > 0
+    assert content["ceilings"]["copy_gbps"] > 100

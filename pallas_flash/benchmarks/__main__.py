@@ -1,4 +1,5 @@
-"""python -m pallas_flash.benchmarks run | report: measure on this machine, and make tables and figures of it."""
+"""python -m pallas_flash.benchmarks run | report | traffic: measure on this machine, make tables and figures of it, and
+say by formula what must be computed and moved."""
 
 from __future__ import annotations
 
@@ -46,6 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(command=_report)
     report.add_argument("files", nargs="+", type=Path, metavar="FILE")
     report.add_argument("--output", type=Path, default=Path("output/benchmarks/report"), metavar="FOLDER")
+    traffic = commands.add_parser("traffic", help="FLOPs and bytes of standard and flash attention, by formula")
+    traffic.set_defaults(command=_traffic)
+    traffic.add_argument("--workloads", nargs="+", metavar="GLOB", default=["*"], help="by name (default: all)")
+    traffic.add_argument("--passes", nargs="+", choices=PASSES, default=["forward+backward"], metavar="PASS")
+    traffic.add_argument("--tiles", nargs="+", type=_positive, default=[64, 128, 256], metavar="ROWS")
     return parser
 
 
@@ -85,6 +91,16 @@ def _report(options: argparse.Namespace) -> int:
     from pallas_flash.benchmarks import report
 
     print(f"report: {report.write(options.files, options.output)}")
+    return 0
+
+
+def _traffic(options: argparse.Namespace) -> int:
+    from pallas_flash.benchmarks import report, traffic
+
+    workloads = cases.select(options.workloads, cases.WORKLOADS)
+    for passed in options.passes:
+        made = traffic.table(workloads, passed, options.tiles)
+        print(f"{made.title}\n\n{report.markdown(made)}\n")
     return 0
 
 

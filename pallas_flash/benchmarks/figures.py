@@ -1,4 +1,4 @@
-"""The figures of a report: speed, speed-up and memory over the sequence length."""
+"""The figures of a report: speed, speed-up and memory over the sequence length, and the roofline."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ LOOK = {
     "savefig.dpi": 160,
     "svg.hashsalt": "pallas_flash",  # the same drawing is the same file
 }
+NO_MEMORY = 0.001  # MiB: where no memory at all stands on a logarithmic axis
+MEMORY_LABEL = f"MiB (none: drawn at {NO_MEMORY})"
 BASELINES = ("reference", "jax.nn-xla")  # standard attention: the first of them that was measured
 
 
@@ -57,11 +59,13 @@ def draw(contents: list[Content], folder: Path) -> list[str]:
         for drawing in (
             Drawing(f"speed-{passed}", f"Speed, {passed}", "TFLOP/s", passed, lambda p, _: p.row["tflops"]),
             Drawing(f"speedup-{passed}", f"Speed-up over standard attention, {passed}", "x", passed, _speedup, True),
-            Drawing(f"memory-{passed}", f"Temporary memory, {passed}", "MiB", passed, _mebibytes, True),
+            Drawing(f"memory-{passed}", f"Temporary memory, {passed}", MEMORY_LABEL, passed, _mebibytes, True),
         )
     ]
     with matplotlib.rc_context(LOOK):
-        return [drawing.name for drawing in drawings if _draw(drawing, contents, folder)]
+        drawn = [drawing.name for drawing in drawings if _draw(drawing, contents, folder)]
+        rooflines = [f"roofline-{passed}" for passed in passes if _draw_roofline(passed, contents, folder)]
+    return drawn + rooflines
 
 
 def _speedup(point: Point, baseline: dict[str, Any] | None) -> float | None:
@@ -70,7 +74,7 @@ def _speedup(point: Point, baseline: dict[str, Any] | None) -> float | None:
 
 def _mebibytes(point: Point, _: dict[str, Any] | None) -> float | None:
     size = point.row["temp_bytes"]
-    return size / 2**20 if size else None  # no place for 0 on a logarithmic axis
+    return None if size is None else max(size / 2**20, NO_MEMORY)
 
 
 def _points(contents: list[Content], passed: str) -> list[Point]:
@@ -110,8 +114,7 @@ def _draw(drawing: Drawing, contents: list[Content], folder: Path) -> bool:
     shown = {label: handle for a in axes.flat for handle, label in zip(*a.get_legend_handles_labels(), strict=True)}
     figure.legend(shown.values(), shown.keys(), loc="outside right upper")
     figure.suptitle(f"{drawing.title}: {contents[0]['environment']['device']}", x=0.01, ha="left", weight="bold")
-    figure.savefig(folder / f"{drawing.name}.png")
-    figure.savefig(folder / f"{drawing.name}.svg", metadata={"Date": None})
+    _save(figure, folder / drawing.name)
     return True
 
 
@@ -121,12 +124,45 @@ def _draw_curves(axis: Axes, curves: dict[str, dict[int, float]], names: list[st
         axis.set_yscale("log")
     for index, name in enumerate(names):
         if name in curves:
-            style = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
             lengths = sorted(curves[name])
-            axis.plot(lengths, [curves[name][length] for length in lengths], label=name, markersize=4, **style)
+            axis.plot(lengths, [curves[name][length] for length in lengths], label=name, markersize=4, **_style(index))
     lengths = sorted({length for curve in curves.values() for length in curve})
     axis.xaxis.set_major_locator(FixedLocator(lengths))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 else f"{x:g}"))
     if not logarithmic:
         axis.set_ylim(bottom=0)
+
+
+def _draw_roofline(passed: str, contents: list[Content], folder: Path) -> bool:
+    """Every time of a pass as a point: FLOPs for each byte that must move, and FLOPs a second, under what the device
+    reaches."""
+    runs = [content for content in contents if content["ceilings"]]
+    rows = [r for content in runs for r in content["rows"] if r["pass"] == passed and r["status"] == "ok"]
+    if not rows:
+        return False
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axis = figure.subplots()
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    for index, name in enumerate(names):
+        points = [(1e3 * r["tflops"] / r["gbps"], r["tflops"]) for r in rows if r["implementation"] == name]
+        axis.scatter(*zip(*points, strict=True), s=18, label=name, **_style(index))
+    matmul, copy = (max(run["ceilings"][key] for run in runs) for key in ("matmul_tflops", "copy_gbps"))
+    reach = [1e3 * r["tflops"] / r["gbps"] for r in rows]
+    ridge = 1e3 * matmul / copy
+    ends = [min(*reach, ridge) / 2, ridge, max(*reach, ridge) * 2]
+    axis.plot(ends, [min(matmul, end * copy / 1e3) for end in ends], color="#444444", label="matrix product, copy")
+    axis.set(xscale="log", yscale="log", xlabel="FLOP for each byte that must move", ylabel="TFLOP/s")
+    figure.legend(loc="outside right upper")
+    figure.suptitle(f"Roofline, {passed}: {runs[0]['environment']['device']}", x=0.01, ha="left", weight="bold")
+    _save(figure, folder / f"roofline-{passed}")
+    return True
+
+
+def _style(index: int) -> dict[str, str]:
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path.with_name(f"{path.name}.png"))
+    figure.savefig(path.with_name(f"{path.name}.svg"), metadata={"Date": None})

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from pallas_flash import dispatch, flash_attention
+from pallas_flash.benchmarks import torch_sdpa
 from pallas_flash.benchmarks.cases import Packing, Workload
 from pallas_flash.spec import Array
 
@@ -26,12 +27,12 @@ Attend = Callable[[Array, Array, Array, Packing | None], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """backward_alone: its backward pass can be a program of its own, which takes what the forward pass saved. Plain
-    autodiff saves so much that as a program of its own it would be another program: there, backward =
-    (forward + backward) - forward."""
+    """attend: None for PyTorch, which has a process of its own. backward_alone: its backward pass can be a program of
+    its own, which takes what the forward pass saved. Plain autodiff saves so much that as a program of its own it would
+    be another program: there, backward = (forward + backward) - forward."""
 
     name: str
-    attend: Callable[[Workload], Attend]
+    attend: Callable[[Workload], Attend] | None
     backward_alone: bool = True
 
 
@@ -44,6 +45,7 @@ def all_peers() -> tuple[Peer, ...]:
         Peer("fa3", _dew_flash_attn),
         Peer("tokamax", _tokamax),
         Peer("pallas-triton", _pallas_triton),
+        Peer(torch_sdpa.NAME, None, backward_alone=False),
     )
 
 

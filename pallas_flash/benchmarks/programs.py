@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -61,41 +62,59 @@ def wanted(passes: list[str], *, alone: bool) -> list[str]:
     return sorted(kinds)
 
 
-def build(workload: Workload, peer: Peer, kind: str, sets: list[Inputs]) -> Program:
-    """Trace, lower and compile; for the backward pass alone also run the forward pass once for each set of inputs."""
+def lower(workload: Workload, peer: Peer, kind: str, sets: list[Inputs]) -> Callable[[], Program]:
+    """Trace and lower, which is Python and not every library does in threads; returns what compiles the program, which
+    may run in a thread. For the backward pass alone it also runs the forward pass once for each set of inputs."""
+    assert peer.attend is not None, "PyTorch is not lowered here"
     attend = peer.attend(workload)
     arguments = [(i.q, i.k, i.v, i.dout, i.packing) for i in sets]
 
     def forward(q: Any, k: Any, v: Any, dout: Any, packing: Any) -> Any:
         return attend(q, k, v, packing)
 
+    def vjp(q: Any, k: Any, v: Any, packing: Any) -> Any:
+        return jax.vjp(lambda q, k, v: attend(q, k, v, packing), q, k, v)
+
     def saving(q: Any, k: Any, v: Any, dout: Any, packing: Any) -> Any:
         """Only the function that takes the cotangent: it holds what is kept between the passes."""
-        return jax.vjp(lambda *qkv: attend(*qkv, packing), q, k, v)[1]
+        return vjp(q, k, v, packing)[1]
 
     def both(q: Any, k: Any, v: Any, dout: Any, packing: Any) -> Any:
-        out, pull = jax.vjp(lambda *qkv: attend(*qkv, packing), q, k, v)
+        out, pull = vjp(q, k, v, packing)
         return out, pull(dout)
 
     if kind == "forward":
-        return compile_program(forward, arguments, Results)
+        return partial(_finish, jax.jit(forward).lower(*arguments[0]), arguments, Results)
     if kind == "forward+backward":
-        return compile_program(both, arguments, lambda results: Results(results[0], **_named(results[1])))
-    first = compile_program(saving, arguments, lambda pull: pull)
-    saved = [(first.compiled(*args), inputs.dout) for args, inputs in zip(arguments, sets, strict=True)]
-    return compile_program(lambda pull, dout: pull(dout), saved, lambda gradients: Results(**_named(gradients)))
+        return partial(_finish, jax.jit(both).lower(*arguments[0]), arguments, lambda both: _results(both[0], both[1]))
+    first = jax.jit(saving).trace(*arguments[0])
+    saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first.out_info)
+    backward = jax.jit(lambda pull, dout: pull(dout)).lower(saved, sets[0].dout)
+    return partial(_finish_backward, first.lower(), backward, arguments)
 
 
-def _named(gradients: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-
-
-def compile_program(function: Any, arguments: list[tuple[Any, ...]], results: Callable[[Any], Any]) -> Program:
-    compiled = jax.jit(function).lower(*arguments[0]).compile()
+def _finish(lowered: Any, arguments: list[tuple[Any, ...]], results: Callable[[Any], Any]) -> Program:
+    compiled = lowered.compile()
     memory = compiled.memory_analysis()
     if memory is None:
         return Program(compiled, arguments, results)
     return Program(compiled, arguments, results, memory.temp_size_in_bytes, memory.output_size_in_bytes)
+
+
+def _finish_backward(saving: Any, backward: Any, arguments: list[tuple[Any, ...]]) -> Program:
+    save = saving.compile()
+    saved = [(save(*each), each[3]) for each in arguments]
+    return _finish(backward, saved, lambda gradients: _results(None, gradients))
+
+
+def _results(out: Any, gradients: tuple[Any, Any, Any]) -> Results:
+    dq, dk, dv = gradients
+    return Results(out, dq, dk, dv)
+
+
+def compile_program(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> Program:
+    """Of a function that is no attention: a program without results to check."""
+    return _finish(jax.jit(function).lower(*arguments[0]), arguments, lambda _: Results())
 
 
 def reason(error: BaseException) -> str:

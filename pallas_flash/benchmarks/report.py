@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import html
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -167,11 +168,14 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
 }
 
 
-def table(name: str, content: Content, passed: str) -> Table:
-    """ValueError for a name or a pass that there is not."""
+def table(name: str, content: Content, passed: str, workloads: str = "*") -> Table:
+    """Of the workloads that match a glob pattern. ValueError for a name or a pass that there is not, or no workload."""
     if name not in TABLES or passed not in PASSES:
         raise ValueError(f"no table {name!r} of {passed!r}; there are {', '.join(TABLES)} of {', '.join(PASSES)}")
-    return TABLES[name](content, passed)
+    rows = [row for row in content["rows"] if fnmatch.fnmatchcase(row["workload"], workloads)]
+    if not rows:
+        raise ValueError(f"no rows of workloads {workloads!r}")
+    return TABLES[name](content | {"rows": rows}, passed)
 
 
 def setting(content: Content) -> str:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from pallas_flash.benchmarks import cases, check, programs, results, timing
-from pallas_flash.benchmarks.cases import Inputs, Workload
+from pallas_flash.benchmarks import cases, check, programs, results, rows, timing, torch_sdpa
+from pallas_flash.benchmarks.cases import Workload
 from pallas_flash.benchmarks.peers import Peer
 from pallas_flash.benchmarks.programs import Program
 from pallas_flash.benchmarks.progress import Progress
+from pallas_flash.benchmarks.rows import Measured
 from pallas_flash.benchmarks.timing import Samples, Timer
 
 MAX_COMPILING = 16
@@ -37,19 +38,6 @@ class Settings:
     limit: float | None = None
     folder: Path = Path("output/benchmarks")
     note: str | None = None
-
-
-@dataclasses.dataclass
-class Measured:
-    """One program of one implementation on the way to its rows. failure: why it has no time."""
-
-    peer: Peer
-    kind: str
-    program: Program | None = None
-    failure: str | None = None
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    wrong: bool = False
-    samples: Samples = dataclasses.field(default_factory=Samples)
 
 
 class Run(NamedTuple):
@@ -116,51 +104,77 @@ def _run_workload(current: Run, workload: Workload, timer: Timer) -> None:
         for kind in programs.wanted(settings.passes, alone=peer.backward_alone)
     ]
     try:
-        try:
-            count = programs.number_of_sets(workload, rotate=timer.on_gpu)
-            sets = [cases.make_inputs(workload, seed) for seed in range(count)]
-            want = jax.block_until_ready(check.expected(workload, sets[0]))
-        except Exception as error:  # out of memory, say: then no result can be checked
-            for each in measured:
-                each.failure = f"no expected results: {programs.reason(error)}"
-            return
-        _compile(measured, workload, sets)
-        for each in measured:
-            _judge(each, workload, want)
+        in_jax = [each for each in measured if each.peer.attend is not None]
+        want = _prepare(in_jax, workload, timer)
+        if want is not None:
+            for each in in_jax:
+                _run_and_judge(each, workload, want)
         del want
         timed = [(each.program, each.samples) for each in measured if each.program is not None]
         timing.interleave(timed, timer, settings.rounds, sustained=settings.sustained)
+        in_torch = [each for each in measured if each.peer.attend is None]
+        _measure_torch(in_torch, workload, settings.rounds * settings.iterations)
     finally:  # an interruption keeps the rounds that are done
         _add_rows(current, workload, measured)
 
 
-def _compile(measured: list[Measured], workload: Workload, sets: list[Inputs]) -> None:
-    """All programs of a workload at once, before anything is timed."""
+def _prepare(measured: list[Measured], workload: Workload, timer: Timer) -> check.Results | None:
+    """Compile all programs of a workload at once, before anything is timed, and compute what is expected; None, with
+    the reason in every program's place, if that cannot be computed."""
 
-    def build(each: Measured) -> None:
+    def attempt(each: Measured, action: Callable[[], Any]) -> Any:
         try:
-            each.program = programs.build(workload, each.peer, each.kind, sets)
+            return action()
         except Exception as error:  # whatever stops an implementation is a row of the table
             each.failure = programs.reason(error)
 
-    with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
-        list(pool.map(build, measured))
+    def finish(each: Measured, compiling: Callable[[], Program]) -> None:
+        each.program = attempt(each, compiling)
+        each.temp_bytes = each.program.temp_bytes if each.program is not None else None
+
+    try:
+        count = programs.number_of_sets(workload, rotate=timer.on_gpu)
+        sets = [cases.make_inputs(workload, seed) for seed in range(count)]
+        with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
+            want = pool.submit(lambda: jax.block_until_ready(check.expected(workload, sets[0])))
+            for each in measured:
+                lowered = attempt(each, partial(programs.lower, workload, each.peer, each.kind, sets))
+                if lowered is not None:
+                    pool.submit(finish, each, lowered)
+        return want.result()
+    except Exception as error:  # out of memory, say
+        for each in measured:
+            each.failure, each.program = f"no expected results: {programs.reason(error)}", None
+        return None
 
 
-def _judge(each: Measured, workload: Workload, want: check.Results) -> None:
+def _run_and_judge(each: Measured, workload: Workload, want: check.Results) -> None:
     """Run once and compare; what fails or is wrong loses its program, and is not timed."""
     if each.program is None:
         return
     try:
-        each.errors = check.relative_errors(each.program.run(), want)
+        each.judge(check.relative_errors(each.program.run(), want), workload)
     except Exception as error:  # as above
-        each.failure, each.program = programs.reason(error), None
+        each.failure = programs.reason(error)
+    if each.failure is not None:
+        each.program = None
+
+
+def _measure_torch(measured: list[Measured], workload: Workload, calls: int) -> None:
+    """All its passes, in its own process."""
+    if not measured:
         return
-    if over := check.too_large(each.errors, workload.dtype):
-        limits = check.budget(workload.dtype)
-        each.wrong, each.program = True, None
-        said = ", ".join(f"{name} {error:.2e} (budget {limits[name]:.2e})" for name, error in over.items())
-        each.failure = f"relative error of {said}"
+    try:
+        answers = torch_sdpa.answer(workload, [each.kind for each in measured], calls)
+    except Exception as error:  # as above
+        for each in measured:
+            each.failure = programs.reason(error)
+        return
+    for each in measured:
+        found = answers[each.kind]
+        each.samples = Samples(found["ms"], note=torch_sdpa.NOTE, device_clock="cuda events")
+        each.temp_bytes = found["temp_bytes"]
+        each.judge(found["errors"], workload)
 
 
 def _add_rows(current: Run, workload: Workload, measured: list[Measured]) -> None:
@@ -170,63 +184,5 @@ def _add_rows(current: Run, workload: Workload, measured: list[Measured]) -> Non
             # The program that a pass is, or the two whose difference it is.
             difference = passed == "backward" and not peer.backward_alone
             kinds = ("forward+backward", "forward") if difference else (passed,)
-            row = _row(workload, passed, [found[peer.name, kind] for kind in kinds])
-            if row["status"] == "ok":
-                row |= _rates(current.content["ceilings"], workload, passed, row["ms"]["median"])
-            current.add(row)
-
-
-def _row(workload: Workload, passed: str, parts: list[Measured]) -> dict[str, Any]:
-    first = parts[0]
-    errors = {name: error for name, error in first.errors.items() if passed != "backward" or name != "out"}
-    failures = [part.failure or part.samples.failure for part in parts]
-    failure = next((text for text in failures if text is not None), None)
-    if failure is None and not all(part.samples.times for part in parts):
-        failure = "interrupted"
-    row = {
-        "workload": workload.name,
-        "implementation": first.peer.name,
-        "pass": passed,
-        "status": "ok" if failure is None else "wrong" if any(part.wrong for part in parts) else "failed",
-        "reason": failure,
-        "errors": {name: error if math.isfinite(error) else None for name, error in errors.items()},
-        "method": "difference of forward+backward and forward" if len(parts) == 2 else "a program of its own",
-    }
-    if failure is not None or first.program is None:
-        return row
-    return row | _times(parts) | {"temp_bytes": first.program.temp_bytes}
-
-
-def _times(parts: list[Measured]) -> dict[str, Any]:
-    """Milliseconds of one call, or of the difference of two."""
-    clock = "cupti" if all(part.samples.clock == "cupti" for part in parts) else "wall"
-    series = [part.samples.device if clock == "cupti" else part.samples.wall for part in parts]
-    found: dict[str, Any] = {"clock": clock, "clock_note": parts[0].samples.note, "ms": _combined(series)}
-    found["wall_ms"] = _combined([part.samples.wall for part in parts])
-    sustained = [part.samples.sustained or part.samples.sustained_wall for part in parts]
-    if all(sustained):
-        found["sustained_ms"] = _combined(sustained)
-        found["sustained_wall_ms"] = _combined([part.samples.sustained_wall for part in parts])
-    return found
-
-
-def _combined(series: list[list[float]]) -> dict[str, float]:
-    """Statistics; of a difference, its extremes those of the independent ends (p20 of one less p80 of the other)."""
-    first, *others = [timing.statistics(times) for times in series]
-    if not others:
-        return first
-    (other,) = others
-    ends = {"median": "median", "p20": "p80", "p80": "p20", "min": "min"}
-    return {name: first[name] - other[end] for name, end in ends.items()} | {"samples": first["samples"]}
-
-
-def _rates(ceilings: dict[str, Any] | None, workload: Workload, passed: str, ms: float) -> dict[str, Any]:
-    """Work over time, and its share of what the device reaches in the same run."""
-    flops, moved = workload.flops(passed), workload.min_bytes(passed)
-    rates: dict[str, Any] = {"tflops": flops / ms / 1e9, "gbps": moved / ms / 1e6}
-    if ceilings:
-        rates["share_of_matmul"] = rates["tflops"] / ceilings["matmul_tflops"]
-        rates["share_of_copy"] = rates["gbps"] / ceilings["copy_gbps"]
-        compute, memory = flops / ceilings["matmul_tflops"] / 1e12, moved / ceilings["copy_gbps"] / 1e9
-        rates["bound_by"] = "arithmetic" if compute > memory else "memory"
-    return rates
+            parts = [found[peer.name, kind] for kind in kinds]
+            current.add(rows.make(workload, passed, parts, current.content["ceilings"]))
