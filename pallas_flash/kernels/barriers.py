@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 Ref = Any
 
@@ -58,3 +62,36 @@ class Turns(NamedTuple):
     def close(self, wg: Any) -> None:
         """The first one takes back the turn that nobody needs any more."""
         pl.when(wg == 0)(lambda: self.wait(wg))
+
+
+@jax.tree_util.register_static  # allocates nothing
+@dataclasses.dataclass(frozen=True)
+class NamedTurns:
+    """The same by the hardware's named barriers, which the interpreter does not have: half a percent faster."""
+
+    wgs: int
+
+    def open(self, wg: Any) -> None:
+        pl.when(wg == self.wgs - 1)(lambda: self.pass_on(wg))
+
+    def wait(self, wg: Any) -> None:
+        _named_barrier("sync", wg)
+
+    def pass_on(self, wg: Any) -> None:
+        _named_barrier("arrive", lax.rem(wg + 1, jnp.int32(self.wgs)))
+
+    def close(self, wg: Any) -> None:
+        pl.when(wg == 0)(lambda: self.wait(wg))
+
+
+FIRST_NAMED_BARRIER = 8  # of 16; Mosaic takes them from 0 on, one a warpgroup
+TURN_THREADS = 256  # the warpgroup that waits and the one that passes the turn on
+
+
+def _named_barrier(operation: str, wg: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
+    def emit(_: Any, barrier: Any) -> None:
+        text = f"bar.{operation} $0, {TURN_THREADS};"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [barrier.registers.item()], text, "r", has_side_effects=True)
+
+    emit(wg + FIRST_NAMED_BARRIER)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)

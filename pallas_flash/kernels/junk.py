@@ -43,7 +43,7 @@ def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, tensor_cores: 
         bad = _nothing()
         for column in range(0, head_dim, columns):
             bad += _poison(_load(at(start, column)))
-        some = tensor_cores.any_row(bad != 0)  # NaN is
+        some = tensor_cores.any(bad != 0)  # NaN is
         pl.when(some)(lambda: _set(junk.found, slot))
     plgpu.commit_smem()
 

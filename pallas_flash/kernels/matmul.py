@@ -20,6 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
+from pallas_flash.kernels import barriers, wgmma
+
 Ref = Any
 
 
@@ -33,6 +35,9 @@ class Span(NamedTuple):
 
 
 class TensorCores(Protocol):
+    def turns(self, wgs: int) -> Any:
+        """What the kernel must allocate for so many warpgroups to take turns: `barriers.Turns` or its like."""
+
     def scratch(self, shape: tuple[int, ...]) -> Any:
         """What the kernel must allocate for accumulators of this shape, one a warpgroup; None: nothing."""
 
@@ -42,14 +47,20 @@ class TensorCores(Protocol):
     def start(self, acc: Ref, a: Any, b: Ref) -> None:
         """acc += a @ b in the background; `a` in shared memory or in registers, `b` in shared memory."""
 
+    def issue(self, a: Ref, b: Ref) -> Any:
+        """a @ b.T of two matrices in shared memory, in the background: `landed` has the result."""
+
+    def landed(self, product: Any, *, pending: int) -> jax.Array: ...
+
     def load(self, acc: Ref, *, pending: int) -> jax.Array: ...
 
     def store(self, acc: Ref, value: jax.Array) -> None: ...
 
     def wait(self, pending: int) -> None: ...
 
-    def any_row(self, rows: jax.Array) -> jax.Array:
-        """Whether some row is True, as a scalar. Each warp may ask for its own rows only."""
+    def any(self, flags: jax.Array) -> jax.Array:
+        """Whether some element of a tile, or of one value a row, is True, as a scalar. Each warp may ask for its own
+        elements only."""
         ...
 
     def gather(self, source: Ref, index: tuple[Any, ...]) -> jax.Array:
@@ -66,6 +77,9 @@ class TensorCores(Protocol):
 class Wgmma:
     """The real thing."""
 
+    def turns(self, wgs: int) -> barriers.NamedTurns:
+        return barriers.NamedTurns(wgs)
+
     def scratch(self, shape: tuple[int, ...]) -> None:
         return None
 
@@ -74,6 +88,12 @@ class Wgmma:
 
     def start(self, acc: Ref, a: Any, b: Ref) -> None:
         plgpu.wgmma(acc, a, b)
+
+    def issue(self, a: Ref, b: Ref) -> jax.Array:
+        return wgmma.issue(a, b)
+
+    def landed(self, product: jax.Array, *, pending: int) -> jax.Array:
+        return wgmma.landed(product, pending=pending)
 
     def load(self, acc: Ref, *, pending: int) -> jax.Array:
         return plgpu.layout_cast(plgpu.wgmma_accumulator_load(acc, wait_n=pending), plgpu.Layout.WGMMA)
@@ -84,8 +104,8 @@ class Wgmma:
     def wait(self, pending: int) -> None:
         plgpu.wgmma_wait(pending)
 
-    def any_row(self, rows: jax.Array) -> jax.Array:
-        return _any_row_of_warp(rows)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
+    def any(self, flags: jax.Array) -> jax.Array:
+        return _any_of_warp(flags)
 
     def gather(self, source: Ref, index: tuple[Any, ...]) -> jax.Array:
         return _gather(source, index)
@@ -96,6 +116,9 @@ class Wgmma:
 
 class Interpreted:
     """The same in plain JAX: accumulators live in shared memory and nothing runs in the background."""
+
+    def turns(self, wgs: int) -> barriers.Turns:
+        return barriers.Turns(plgpu.Barrier(num_barriers=wgs))
 
     def scratch(self, shape: tuple[int, ...]) -> Any:
         return plgpu.SMEM(shape, jnp.float32)
@@ -108,6 +131,14 @@ class Interpreted:
         lhs = a if isinstance(a, jax.Array) else a[...]
         self.store(acc, acc[...] + jnp.dot(lhs, b[...], preferred_element_type=jnp.float32))
 
+    def issue(self, a: Ref, b: Ref) -> jax.Array:
+        product = jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()  # the tensor cores read as TMA writes do: no fence between them
+        return product
+
+    def landed(self, product: jax.Array, *, pending: int) -> jax.Array:
+        return product
+
     def load(self, acc: Ref, *, pending: int) -> jax.Array:
         return acc[...]
 
@@ -118,8 +149,8 @@ class Interpreted:
     def wait(self, pending: int) -> None:
         pass
 
-    def any_row(self, rows: jax.Array) -> jax.Array:
-        return jnp.any(rows)
+    def any(self, flags: jax.Array) -> jax.Array:
+        return jnp.any(flags)
 
     def gather(self, source: Ref, index: tuple[Any, ...]) -> jax.Array:
         return source[...][index]
@@ -130,18 +161,24 @@ class Interpreted:
         return taken if spans == _in_order(spans) else taken.T
 
 
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.Layout.WGMMA.reduce(1),),
-    return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(())),
-)
-def _any_row_of_warp(_: Any, rows: Any) -> Any:
-    i1 = ir.IntegerType.get_signless(1)
-    held = [vector.extract(register, [], [0]) for register in rows.registers.flat]
-    mine = functools.reduce(arith.ori, held)
-    vote = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
-    i32 = ir.IntegerType.get_signless(32)
-    some = llvm.inline_asm(i32, [arith.extui(i32, mine)], vote, "=r,r", has_side_effects=True)
-    return mgpu.FragmentedArray.splat(arith.trunci(i1, some), (), is_signed=False)
+def _any_of_warp(flags: jax.Array) -> jax.Array:
+    layout = plgpu.Layout.WGMMA if flags.ndim == 2 else plgpu.Layout.WGMMA.reduce(1)
+    answer = plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=answer)
+    def vote(_: Any, flags: Any) -> Any:
+        i1, i32 = (ir.IntegerType.get_signless(bits) for bits in (1, 32))
+        held = [
+            vector.extract(register, [], [i])
+            for register in flags.registers.flat
+            for i in range(ir.VectorType(register.type).shape[0])
+        ]
+        mine = functools.reduce(arith.ori, held)
+        ask = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+        some = llvm.inline_asm(i32, [arith.extui(i32, mine)], ask, "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(arith.trunci(i1, some), (), is_signed=False)
+
+    return vote(flags)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
 
 
 # Loads of single elements: nothing is asked of the array's alignment or strides, and addresses are 64 bits wide.

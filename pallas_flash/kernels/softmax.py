@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -39,21 +41,40 @@ class Units(NamedTuple):
         return values if self.to_log2 == LOG2E else values * (self.to_log2 * LN2)
 
 
+COLUMNS = 8  # of a tile that each thread holds two neighbouring elements a row of
+
+
 class RowStatistics(NamedTuple):
-    """Of each row so far.
+    """Of each row so far. Maximum and sum stay in parts, of every eighth column: the four threads that share a row
+    exchange nothing until the row is done.
 
     `shift` is what is subtracted before exp2. It is the maximum, or behind it by less than the threshold: any shift
     gives the same result as long as nothing overflows (FlashAttention-4 rescales as seldom).
     """
 
-    m: jax.Array  # the row's maximum, in the kernel's units
-    shift: jax.Array  # likewise
-    l: jax.Array  # noqa: E741  sum of exp(logits - shift)
+    m: jax.Array  # [rows, COLUMNS], maxima in the kernel's units
+    shift: jax.Array  # [rows], likewise
+    l: jax.Array  # noqa: E741  [rows, COLUMNS], sums of exp(logits - shift)
 
 
-def initial_statistics(rows: int) -> RowStatistics:
-    m = jnp.full((rows,), NO_MAXIMUM, jnp.float32)
-    return RowStatistics(m, m, jnp.full((rows,), 0.0, jnp.float32))
+class RowTotals(NamedTuple):
+    """Of each row in the end: `RowStatistics`, with the parts put together."""
+
+    m: jax.Array
+    shift: jax.Array
+    l: jax.Array  # noqa: E741
+
+
+def totals(stats: RowStatistics) -> RowTotals:
+    return RowTotals(stats.m.max(axis=1), stats.shift, stats.l.sum(axis=1))
+
+
+def fold(operation: Callable[[jax.Array, jax.Array], jax.Array], tile: jax.Array) -> jax.Array:
+    """Of every eighth column: [rows, COLUMNS]."""
+    parts = [tile[:, first : first + COLUMNS] for first in range(0, tile.shape[1], COLUMNS)]
+    half = len(parts) // 2  # two chains of operations that do not wait for each other
+    chains = [functools.reduce(operation, chain) for chain in (parts[:half], parts[half:]) if chain]
+    return functools.reduce(operation, chains)
 
 
 def rows_like(rows: jax.Array, tile: jax.Array) -> jax.Array:
@@ -61,8 +82,9 @@ def rows_like(rows: jax.Array, tile: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(rows, tile.shape, (0,))
 
 
-def new_maximum(stats: RowStatistics, scores: jax.Array, units: Units) -> jax.Array:
-    return jnp.maximum(stats.m, units.of_scores(scores.max(axis=1)))
+def maxima(scores: jax.Array, units: Units) -> jax.Array:
+    """[rows, COLUMNS]."""
+    return jnp.maximum(units.of_scores(fold(jnp.maximum, scores)), NO_MAXIMUM)
 
 
 def probabilities(scores: jax.Array, shift: jax.Array, units: Units) -> jax.Array:
@@ -83,7 +105,7 @@ class FinalStatistics(NamedTuple):
     normalizer: jax.Array
 
 
-def finish(stats: RowStatistics, units: Units) -> FinalStatistics:
+def finish(stats: RowTotals, units: Units) -> FinalStatistics:
     alive = stats.l > 0
     return FinalStatistics(
         m=jnp.where(alive, units.natural(stats.m), -jnp.inf),
@@ -92,7 +114,7 @@ def finish(stats: RowStatistics, units: Units) -> FinalStatistics:
     )
 
 
-def finish_with_sink(stats: RowStatistics, units: Units, sink: jax.Array) -> FinalStatistics:
+def finish_with_sink(stats: RowTotals, units: Units, sink: jax.Array) -> FinalStatistics:
     """sink: a logit in natural units that takes part in every row's sum and has no value; m is still that of the keys.
     It joins at the end, when the keys' maximum is known."""
     sinks = jnp.full(stats.m.shape, units.of_logits(sink), jnp.float32)

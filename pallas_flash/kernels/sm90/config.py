@@ -34,7 +34,7 @@ class ForwardConfig:
     head_group: int = 4  # heads whose tiles are worked on together, so that their keys stay in L2
     take_turns: bool = True  # warpgroups alternate between tensor cores and softmax
     out_has_own_buffer: bool = True  # else it shares the queries', and the next queries load later
-    rescale_threshold: float = 0.0  # rescale the accumulator only when some maximum grew by more (in base 2); 0: always
+    rescale_threshold: float = 8.0  # rescale the accumulator only when some maximum grew by more, in base 2
     num_ctas: int = 132  # the SMs of an H100 or H200 (SXM)
 
     def __post_init__(self) -> None:
@@ -61,11 +61,11 @@ class ForwardConfig:
     def compute_registers(self) -> int:
         """Of one thread. With `copy_registers` it must come out of what the kernel was launched with: 65,536 registers
         over all threads, a multiple of 8 each. More would wait for ever."""
-        return {1: 240, 2: 240, 3: 160}[self.compute_wgs]
+        return {1: 240, 2: 232, 3: 160}[self.compute_wgs]
 
     @property
     def copy_registers(self) -> int:
-        return {1: 40, 2: 24, 3: 32}[self.compute_wgs]
+        return {1: 40, 2: 40, 3: 32}[self.compute_wgs]
 
     def shared_bytes(self, head_dim: int, value_head_dim: int, itemsize: int) -> int:
         """What a CTA needs of `MAX_SHARED_BYTES`."""

@@ -256,31 +256,30 @@ def _attend(worker: Worker) -> tuple[jax.Array, softmax.RowStatistics]:
 def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool) -> State:
     """S(step), and O += P V of the step before (none before the first), then the softmax of S."""
     plan, buffers, barriers, work, acc = worker
-    config, tensor_cores, units = plan.config, plan.tensor_cores, plan.units
+    tensor_cores, units = plan.tensor_cores, plan.units
     last = _slot(plan, work.count + step - 1)
-    products = functools.partial(_products, worker, step, state)
-    shape = (config.block_q, config.block_kv)
-    scores = tensor_cores.accumulator(products, shape, _at(buffers.scores, work.wg))
+    scores = _products(worker, step, state)
     tile = TileScores(plan.spec, work.scores, _index(worker, step, masked), tensor_cores)
     if not plan.raw_scores:
         scores = tile.logits(scores)
     if masked:
-        scores = tile.masked(scores, plan.shapes.kv_len if plan.shapes.kv_len % config.block_kv else None)
+        scores = tile.masked(scores, plan.shapes.kv_len if plan.shapes.kv_len % plan.config.block_kv else None)
 
-    stats = softmax.initial_statistics(config.block_q) if state is None else state.stats
-    m = softmax.new_maximum(stats, scores, units)
-    shift, sums = m, stats.l
-    if state is not None:
-        rescale = _must_rescale(plan, m, stats)
-        if rescale is not None:
-            shift = lax.cond(rescale, lambda: m, lambda: stats.shift)
+    m = softmax.maxima(scores, units)
+    if state is None:
+        shift = m.max(axis=1)
+    else:
+        m = jnp.maximum(m, state.stats.m)
+        rescale = _must_rescale(plan, m, state.stats.shift)
+        shift = lax.cond(rescale, lambda: m.max(axis=1), lambda: state.stats.shift)
         tensor_cores.wait(0)
         plgpu.barrier_arrive(barriers.v.consumed.at[last])
-        log2_alpha = units.log2(stats.shift - shift)
-        out, sums = _rescaled(rescale, log2_alpha, tensor_cores.load(acc, pending=0), sums)
+        log2_alpha = units.log2(state.stats.shift - shift)
+        out, sums = _rescaled(rescale, log2_alpha, tensor_cores.load(acc, pending=0), state.stats.l)
         tensor_cores.store(acc, out)
     p = softmax.probabilities(scores, shift, units)
-    stats = softmax.RowStatistics(m, shift, sums + p.sum(axis=1))
+    added = softmax.fold(jnp.add, p)
+    stats = softmax.RowStatistics(m, shift, added if state is None else sums + added)
     slot = _slot(plan, work.count + step)
     plgpu.barrier_wait(barriers.v.produced.at[slot])
     weights = tile.kept(p)
@@ -289,7 +288,7 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
     return State(stats, lax.optimization_barrier(weights.astype(plan.dtype)))
 
 
-def _products(worker: Worker, step: jax.Array, state: State | None, s: Ref) -> jax.Array:
+def _products(worker: Worker, step: jax.Array, state: State | None) -> jax.Array:
     """Issue S = Q K^T and O += P V back to back, wait for S only."""
     plan, buffers, barriers, work, acc = worker
     wg, item, tensor_cores = work.wg, work.item, plan.tensor_cores
@@ -297,12 +296,12 @@ def _products(worker: Worker, step: jax.Array, state: State | None, s: Ref) -> j
     plgpu.barrier_wait(barriers.k.produced.at[slot])
     if barriers.turns is not None:
         barriers.turns.wait(wg)
-    tensor_cores.start(s, buffers.q.at[wg], buffers.k.at[slot].transpose((1, 0)))
+    s = tensor_cores.issue(buffers.q.at[wg], buffers.k.at[slot])
     if state is not None:
         tensor_cores.start(acc, state.p, buffers.v.at[last])
     if barriers.turns is not None:
         barriers.turns.pass_on(wg)
-    scores = tensor_cores.load(s, pending=0 if state is None else 1)
+    scores = tensor_cores.landed(s, pending=0 if state is None else 1)
     plgpu.barrier_arrive(barriers.k.consumed.at[slot])
     if plan.config.out_has_own_buffer:  # after the last product with these queries, the next ones may load
         is_last = step == item.kv_end - item.kv_start - 1
@@ -324,32 +323,34 @@ def _index(worker: Worker, step: jax.Array, masked: bool) -> TileIndex:
 
 
 def _finish(plan: Plan, work: Work, stats: softmax.RowStatistics) -> softmax.FinalStatistics:
+    totals = softmax.totals(stats)
     if work.sink is None:
-        final = softmax.finish(stats, plan.units)
+        final = softmax.finish(totals, plan.units)
     else:
-        final = softmax.finish_with_sink(stats, plan.units, work.sink)
+        final = softmax.finish_with_sink(totals, plan.units, work.sink)
         if not plan.spec.return_max_logit:  # else `run` does it, after it has taken the maximum of the keys
             final = final._replace(m=jnp.maximum(final.m, work.sink))
     keep = 1 - plan.spec.dropout_rate
     return final if keep == 1 else final._replace(normalizer=final.normalizer / keep)
 
 
-def _must_rescale(plan: Plan, m: jax.Array, stats: softmax.RowStatistics) -> jax.Array | None:
-    """Whether some maximum has run ahead of its row's shift by more than the threshold; None: always rescale."""
-    threshold = plan.config.rescale_threshold
-    return plan.tensor_cores.any_row(plan.units.log2(m - stats.shift) > threshold) if threshold > 0 else None
+def _must_rescale(plan: Plan, m: jax.Array, shift: jax.Array) -> jax.Array:
+    """Whether some maximum has run ahead of its row's shift by more than the threshold."""
+    ahead = plan.units.log2(m - softmax.rows_like(shift, m))
+    return plan.tensor_cores.any(ahead > plan.config.rescale_threshold)
 
 
 def _rescaled(
-    rescale: jax.Array | None, log2_alpha: jax.Array, out: jax.Array, sums: jax.Array
+    rescale: jax.Array, log2_alpha: jax.Array, out: jax.Array, sums: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """What was summed up under the old shift, under the new one."""
 
-    def scaled(out: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def scaled(*values: jax.Array) -> tuple[jax.Array, ...]:
         alpha = jnp.exp2(log2_alpha)
-        return out * softmax.rows_like(alpha, out), sums * alpha
+        return tuple(value * softmax.rows_like(alpha, value) for value in values)
 
-    return scaled(out, sums) if rescale is None else lax.cond(rescale, scaled, lambda out, sums: (out, sums), out, sums)
+    out, sums = lax.cond(rescale, scaled, lambda *values: values, out, sums)
+    return out, sums
 
 
 def _store_tile(

@@ -43,8 +43,7 @@ class Buffers(NamedTuple):
     m: Ref  # [warpgroups, block_q]
     l: Ref  # noqa: E741
     junk: junk.Junk | None  # of v; None: nothing in a block of values is hidden
-    scores: Ref | None  # accumulators, which only the interpreter needs in memory
-    acc: Ref | None
+    acc: Ref | None  # accumulators, which only the interpreter needs in memory
 
 
 class Barriers(NamedTuple):
@@ -52,7 +51,7 @@ class Barriers(NamedTuple):
     k: bar.Handshake
     v: bar.Handshake
     v_landed: Ref | None  # a block of values that is still to be cleaned is there
-    turns: bar.Turns | None
+    turns: bar.Turns | bar.NamedTurns | None
 
 
 class State(NamedTuple):
@@ -135,7 +134,6 @@ def buffers(plan: Plan) -> Buffers:
         m=memory.rows((wgs, block_q)),
         l=memory.rows((wgs, block_q)),
         junk=junk.scratch(config.num_stages, block_kv) if plan.hides_values(masked=True) else None,
-        scores=plan.tensor_cores.scratch((wgs, block_q, block_kv)),
         acc=plan.tensor_cores.scratch((wgs, block_q, shapes.value_head_dim)),
     )
 
@@ -148,5 +146,5 @@ def barriers(plan: Plan) -> Barriers:
         k=bar.handshake(config.num_stages, wgs),
         v=bar.handshake(config.num_stages, wgs),
         v_landed=plgpu.Barrier(num_barriers=config.num_stages) if plan.hides_values(masked=True) else None,
-        turns=bar.Turns(plgpu.Barrier(num_barriers=wgs)) if config.take_turns and wgs > 1 else None,
+        turns=plan.tensor_cores.turns(wgs) if config.take_turns and wgs > 1 else None,
     )
