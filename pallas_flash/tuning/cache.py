@@ -5,6 +5,7 @@ A table that the user's own machine measured, in `user_folder()`, comes before t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -31,6 +32,20 @@ def entries(table: str) -> tuple[dict[str, Any], ...]:
     """The user's entries, then those of the package."""
     files = [folder / f"{table}.json" for folder in (user_folder(), TABLES)]
     return tuple(entry for file in files if file.is_file() for entry in json.loads(file.read_text()))
+
+
+def remember(folder: pathlib.Path, table: str, case: Case, config: Any, measured: dict[str, Any]) -> pathlib.Path:
+    """Put a case's config, a dataclass, into the table in `folder`, in place of what stood there for this case."""
+    file = folder / f"{table}.json"
+    old = json.loads(file.read_text()) if file.is_file() else []
+    entry = {"case": case._asdict(), "config": dataclasses.asdict(config), "measured": measured}
+    rows = [row for row in old if row["case"] != entry["case"]] + [entry]
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")  # a reader finds the old table or the new one, never half of one
+    partial.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
+    partial.replace(file)
+    entries.cache_clear()
+    return file
 
 
 def nearest(table: str, case: Case) -> list[dict[str, Any]]:
