@@ -19,7 +19,7 @@ MILLISECONDS = {64: 3.0, 80: 2.0, 96: 1.0, 112: 5.0, 128: 4.0}  # of blocks of s
 
 @dataclasses.dataclass
 class Bench:
-    """Runs a kernel that only notes its tiles. `broken`: block_kv with wrong results; `failing`: that do not compile."""
+    """A kernel that only notes its tiles. `broken`: block_kv with wrong results; `failing`: that do not compile."""
 
     broken: tuple[int, ...] = ()
     failing: tuple[int, ...] = ()

@@ -18,7 +18,9 @@ from jax import lax
 from pallas_flash.elementwise import Elementwise
 from pallas_flash.spec import LN2, LOG2E
 
-DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32")
+# Of arrays in device memory, and of values on the way: with x64, Python's integers are int64.
+STORED = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32")
+DTYPES = (*STORED, "int64")
 Gather = Callable[[Any, tuple[Any, ...]], jax.Array]  # source[index]; each index is a scalar or a tile
 
 
@@ -99,6 +101,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda x, *, new_dtype, **_: _convert(x, new_dtype),
     "exp": lambda x, **_: jnp.exp2(x * LOG2E),
     "exp2": lambda x, **_: jnp.exp2(x),
+    "pow": lambda base, x: jnp.exp2(x * jnp.log2(base)),
     "log": lambda x, **_: jnp.log2(x) * LN2,
     "tanh": lambda x, **_: _tanh(x),
     "logistic": lambda x, **_: 1 / (1 + jnp.exp2(x * -LOG2E)),
@@ -130,7 +133,7 @@ def _obstacle(jaxpr: Any) -> str | None:
         name = equation.primitive.name
         if name in NESTED:
             inner = _inner(equation)
-            problem = "arrays captured by an inner jit" if inner.consts else _obstacle(inner.jaxpr)
+            problem = _obstacle(inner.jaxpr)
         else:
             problem = _operation_obstacle(name, equation)
         if problem is not None:
@@ -152,6 +155,8 @@ def _operation_obstacle(name: str, equation: Any) -> str | None:
         return f"the operation {name} of {dtype}"
     if name == "select_n" and (len(equation.invars) != 3 or dtype != jnp.bool_):
         return "the operation select_n of more than two cases"
+    if name == "pow" and not getattr(equation.invars[0], "val", 0) > 0:
+        return "the operation pow of a base that is no positive constant"
     wrong = [var.aval.dtype for var in equation.outvars if var.aval.dtype.name not in DTYPES]
     return f"values of {wrong[0]}" if wrong else None
 
@@ -160,27 +165,53 @@ def _inner(equation: Any) -> Any:
     return equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
 
 
-def evaluate(function: Elementwise, captures: Sequence[Any], args: Sequence[Callable[[], Any]], gather: Gather) -> Any:
-    """The function's value, a tile or a scalar. An argument is called if something reads it: what nobody reads must not
-    be there, as Mosaic finds no layout for it."""
-    windows = [Window.whole(source) for source in captures]
-    return _evaluate(function.jaxpr, [lambda window=window: window for window in windows], args, gather)
+def _all_inner(jaxpr: Any) -> dict[int, Any]:
+    """The programs nested in this one, by identity, as one that is called twice is the same."""
+    found = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in NESTED:
+            inner = _inner(equation)
+            found |= {id(inner.jaxpr): inner} | _all_inner(inner.jaxpr)
+    return found
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Callable[[], Any]], gather: Gather) -> Any:
-    values: dict[Any, Callable[[], Any]] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+def operands(function: Elementwise, captures: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The arrays that `evaluate` reads: what the function captured, and what functions under `jit` inside it did."""
+    inner = _all_inner(function.jaxpr).values()
+    return (*captures, *(jnp.asarray(const) for program in inner for const in program.consts))
+
+
+class Program(NamedTuple):
+    """How to read the values of a function's program."""
+
+    gather: Gather
+    inner: dict[int, list[Window]]  # captures of nested programs
+
+
+def evaluate(function: Elementwise, sources: Sequence[Any], args: Sequence[Callable[[], Any]], gather: Gather) -> Any:
+    """The function's value, a tile or a scalar. sources: references to `operands`. An argument is called if something
+    reads it: what nobody reads must not be there, as Mosaic finds no layout for it."""
+    windows = iter([Window.whole(source) for source in sources])
+    captures = [next(windows) for _ in function.jaxpr.constvars]
+    inner = {key: [next(windows) for _ in program.consts] for key, program in _all_inner(function.jaxpr).items()}
+    return _evaluate(Program(gather, inner), function.jaxpr, captures, args)
+
+
+def _evaluate(program: Program, jaxpr: Any, captures: list[Window], args: Sequence[Callable[[], Any]]) -> Any:
+    values: dict[Any, Callable[[], Any]] = dict(zip(jaxpr.invars, args, strict=True))
+    values |= {var: lambda window=window: window for var, window in zip(jaxpr.constvars, captures, strict=True)}
 
     def read(var: Any) -> Any:
         value = np.asarray(var.val, var.aval.dtype)[()] if hasattr(var, "val") else values[var]()
         if isinstance(value, Window) and not value.axes:
-            value = gather(value.source, value.start)
+            value = program.gather(value.source, value.start)
         return value
 
     for equation in _needed(jaxpr):
         name, params = equation.primitive.name, equation.params
         if name in NESTED:
-            inner = _inner(equation)
-            result = _evaluate(inner.jaxpr, (), [functools.partial(read, var) for var in equation.invars], gather)
+            inner, arguments = _inner(equation).jaxpr, [functools.partial(read, var) for var in equation.invars]
+            result = _evaluate(program, inner, program.inner[id(inner)], arguments)
         elif name in WINDOWS:
             result = _window(name, [read(var) for var in equation.invars], params)
         else:

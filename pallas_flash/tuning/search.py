@@ -1,4 +1,4 @@
-"""Measures tiles on the GPU at hand and writes the fastest where the kernels look first: `python -m pallas_flash.tuning`.
+"""Measures tiles on the GPU at hand and keeps the fastest for later calls: `python -m pallas_flash.tuning`.
 
 The search starts from the configuration that a call takes today and varies one field after the other, as long as
 something gets faster. A candidate counts only if it compiles and its results are those of the start.
