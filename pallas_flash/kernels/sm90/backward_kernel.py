@@ -153,7 +153,13 @@ def _for_each_head(plan: Plan, item: WorkItem, body: Any, count: jax.Array) -> j
     heads = plan.shapes.q_heads_per_kv_head
     if heads == 1:
         return body(item.kv_head, count)
-    return lax.fori_loop(0, heads, lambda i, count: body(item.kv_head * heads + i, count), count)
+
+    def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return carry[0] + 1, body(carry[0], carry[1])
+
+    # Not a fori_loop: with a known number of steps it becomes a scan, which may use one accumulator only.
+    first = item.kv_head * heads
+    return lax.while_loop(lambda carry: carry[0] < first + heads, step, (first, count))[1]
 
 
 def _slot(plan: Plan, count: jax.Array) -> jax.Array:
@@ -304,11 +310,7 @@ def _step(
     accumulators = buffers.accumulators.of(wg)
     q_base = qi * plan.config.block_q
 
-    weights = functools.partial(_weights, plan, buffers, barriers, work, q_base, (slot, zero), masked=masked)
-    shape = (BLOCK_KV, plan.config.block_q)
-    with_dp = lambda s: tensor_cores.accumulator(functools.partial(weights, s), shape, accumulators.dp)  # noqa: E731
-    p, ds = tensor_cores.accumulator(with_dp, shape, accumulators.scores)
-
+    p, ds = _weights(plan, buffers, barriers, work, q_base, (slot, zero), masked=masked)
     tensor_cores.start(dv, p, buffers.dout.at[slot])
     buffers.ds[ds_slot, _own_keys(wg)] = ds
     plgpu.commit_smem()
@@ -335,38 +337,59 @@ def _weights(
     work: Work,
     q_base: jax.Array,
     slots: tuple[jax.Array, jax.Array],
-    s: Ref,
-    dp: Ref,
     *,
     masked: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """P^T and dS^T, 16-bit. dS is the gradient of scale * q.k: the scale of dQ and dK comes at the end."""
-    tensor_cores, own = plan.tensor_cores, _own_keys(work.wg)
+    tensor_cores, own, shape = plan.tensor_cores, _own_keys(work.wg), (BLOCK_KV, plan.config.block_q)
     slot, zero = slots
+    accumulators = buffers.accumulators.of(work.wg)
+
+    def with_scores(s: Ref) -> Any:
+        tensor_cores.start(s, buffers.k.at[zero, own], buffers.q.at[slot].transpose((1, 0)))
+        plgpu.barrier_wait(barriers.dout.produced.at[slot])
+        return tensor_cores.accumulator(functools.partial(with_dp, s), shape, accumulators.dp)
+
+    def with_dp(s: Ref, dp: Ref) -> Any:
+        tensor_cores.start(dp, buffers.v.at[zero, own], buffers.dout.at[slot].transpose((1, 0)))
+        p, factor = _probabilities(plan, buffers, work, q_base, slot, tensor_cores.load(s, pending=1), masked=masked)
+        # Only now, as registers are short.
+        p, delta_slot = lax.optimization_barrier((p, slot))
+        delta = _load_columns(buffers.delta.at[delta_slot])
+        ds = p * (tensor_cores.load(dp, pending=0) - _columns_like(delta, p))
+        if factor is not None:
+            ds = ds * factor
+        if masked:  # where v or dout holds NaN or Inf, dP does
+            ds = jnp.where(p == 0, 0.0, ds)
+        return lax.optimization_barrier((p.astype(plan.dtype), ds.astype(plan.dtype)))
+
+    # Waits come before an accumulator's scope: where the product follows at once, its zeros need no instructions.
     plgpu.barrier_wait(barriers.q.produced.at[slot])
-    tensor_cores.start(s, buffers.k.at[zero, own], buffers.q.at[slot].transpose((1, 0)))
-    plgpu.barrier_wait(barriers.dout.produced.at[slot])
-    tensor_cores.start(dp, buffers.v.at[zero, own], buffers.dout.at[slot].transpose((1, 0)))
+    return tensor_cores.accumulator(with_scores, shape, accumulators.scores)
+
+
+def _probabilities(
+    plan: Plan,
+    buffers: Buffers,
+    work: Work,
+    q_base: jax.Array,
+    slot: jax.Array,
+    scores: jax.Array,
+    *,
+    masked: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """P^T, and the derivative of the logits by scale * q.k; None: 1."""
+    soft_cap, derivative = plan.spec.soft_cap, None
     lse_log2 = _load_columns(buffers.lse_log2.at[slot])
-    scores = tensor_cores.load(s, pending=1)
-    logits, soft_cap = None, plan.spec.soft_cap
     if soft_cap is None:
         logits_log2 = scores * (work.scale * LOG2E)
     else:
         logits = softmax.soft_cap(scores * work.scale, soft_cap)
         logits_log2 = logits * LOG2E
+        derivative = 1 - (logits * (1 / soft_cap)) * (logits * (1 / soft_cap))
     if masked:
         logits_log2 = _mask(plan, logits_log2, work, q_base)
-    p = jnp.exp2(logits_log2 - _columns_like(lse_log2, scores))
-    # Only now, as registers are short.
-    p, slot = lax.optimization_barrier((p, slot))
-    delta = _load_columns(buffers.delta.at[slot])
-    ds = p * (tensor_cores.load(dp, pending=0) - _columns_like(delta, p))
-    if logits is not None and soft_cap is not None:
-        ds = ds * (1 - (logits * (1 / soft_cap)) * (logits * (1 / soft_cap)))
-    if masked:  # where v or dout holds NaN or Inf, dP does
-        ds = jnp.where(p == 0, 0.0, ds)
-    return lax.optimization_barrier((p.astype(plan.dtype), ds.astype(plan.dtype)))
+    return jnp.exp2(logits_log2 - _columns_like(lse_log2, scores)), derivative
 
 
 def _load_columns(ref: Ref) -> jax.Array:
