@@ -1,5 +1,6 @@
-"""The backward kernels' own bodies in Pallas' GPU interpreter, with race detection, against the reference's gradients in
-float32. test_interpret.py says what that can see, and why the cases run in a process of their own.
+"""The backward kernels' own bodies in Pallas' GPU interpreter, with race detection, against gradients in float32.
+
+test_interpret.py says what that can see, and why the cases run in a process of their own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.test_interpret import failure, operands_of, races_found
 
 ROOT = Path(__file__).parent.parent
 CAUSAL = masks.Band(None, 0)
-COLUMNS = BackwardConfig()
+COLUMNS = BackwardConfig(unroll=2)
 BY_ROWS = BackwardConfig(block_q=128)
 TOLERANCE = 4e-3  # of bfloat16, relative to the gradient's norm
 
@@ -64,7 +65,7 @@ def check(spec: AttentionSpec, operands: Operands, config: BackwardConfig) -> No
 CASES = {
     "causal, grouped heads, 128": (
         AttentionSpec(0.1, (CAUSAL,)),
-        operands_of(1, 192, 192, 2, 1, (128, 128)),
+        operands_of(1, 320, 192, 2, 1, (128, 128)),
         COLUMNS,
     ),
     "soft cap, sinks, float16, persistent, cut-off keys and queries": (

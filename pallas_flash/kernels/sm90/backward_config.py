@@ -18,6 +18,7 @@ class BackwardConfig:
     block_q: int = 64
     num_stages: int = 2  # buffers for blocks of queries and of their output's cotangents
     head_group: int = 1  # heads whose tiles are worked on together, those with the most queries first
+    unroll: int = 1  # unmasked blocks a loop's body: with 2 the tensor cores do not run dry between them
     num_ctas: int | None = None  # persistent CTAs; None: one for each work item
 
     def __post_init__(self) -> None:
@@ -27,6 +28,8 @@ class BackwardConfig:
             raise ValueError(f"{self.num_stages=} must be 1, 2 or 4")
         if self.head_group < 1:
             raise ValueError(f"{self.head_group=} must be at least 1")
+        if self.unroll not in (1, 2):
+            raise ValueError(f"{self.unroll=} must be 1 or 2")
         if self.num_ctas is not None and self.num_ctas < 1:
             raise ValueError(f"{self.num_ctas=} must be at least 1, or None")
 

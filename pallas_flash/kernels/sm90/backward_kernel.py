@@ -29,7 +29,18 @@ from pallas_flash.kernels import matmul, memory, softmax, tile_mask
 from pallas_flash.kernels.sm90 import backward_plan as plan_
 from pallas_flash.kernels.sm90 import backward_schedule as schedule
 from pallas_flash.kernels.sm90.backward_config import BLOCK_KV, COMPUTE_WGS, TILE_KV, BackwardConfig
-from pallas_flash.kernels.sm90.backward_plan import Barriers, Buffers, Inputs, Outputs, Plan, Ref, Rows, Work
+from pallas_flash.kernels.sm90.backward_plan import (
+    Barriers,
+    Block,
+    Buffers,
+    Inputs,
+    Outputs,
+    Plan,
+    Ref,
+    Refs,
+    Rows,
+    Work,
+)
 from pallas_flash.kernels.sm90.backward_schedule import WorkItem
 from pallas_flash.kernels.sm90.config import ROWS, round_up
 from pallas_flash.spec import LOG2E, AttentionSpec, Cotangents, Gradients, Operands, Residuals
@@ -66,9 +77,7 @@ def run(
         num_threads=COMPUTE_WGS + 1,
         thread_name="wg",
         # No thread reads what it wrote to shared memory without commit_smem between, nor the other way round.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
         kernel_name="flash_attention_backward_sm90",
     )
@@ -124,18 +133,19 @@ def _sink_gradient(operands: Operands, rows: Rows) -> jax.Array | None:
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs: Outputs, buffers: Buffers, barriers: Barriers) -> None:
+    refs = Refs(inputs, outputs, buffers, barriers)
     wg = lax.axis_index("wg")
     for compute_wg in range(COMPUTE_WGS):
 
         @pl.when(wg == compute_wg)
         def _compute(compute_wg: int = compute_wg) -> None:
             plgpu.set_max_registers(REGISTERS, action="increase")
-            _compute_warpgroup(plan, inputs, outputs, buffers, barriers, compute_wg)
+            _compute_warpgroup(plan, refs, compute_wg)
 
     @pl.when(wg == COMPUTE_WGS)
     def _copy() -> None:
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-        _copy_warpgroup(plan, inputs, buffers, barriers)
+        _copy_warpgroup(plan, refs)
 
 
 def _for_each_item(plan: Plan, inputs: Inputs, body: Any) -> None:
@@ -176,7 +186,8 @@ def _query_block(item: WorkItem, step: jax.Array) -> jax.Array:
 # The warpgroup that copies.
 
 
-def _copy_warpgroup(plan: Plan, inputs: Inputs, buffers: Buffers, barriers: Barriers) -> None:
+def _copy_warpgroup(plan: Plan, refs: Refs) -> None:
+    inputs, _, buffers, barriers = refs
     block_q = plan.config.block_q
 
     def copy_item(item: WorkItem, count: jax.Array) -> jax.Array:
@@ -217,29 +228,27 @@ def _handshakes(plan: Plan, barriers: Barriers) -> tuple[tuple[bar.Handshake, in
 # The warpgroups that compute.
 
 
-def _compute_warpgroup(
-    plan: Plan, inputs: Inputs, outputs: Outputs, buffers: Buffers, barriers: Barriers, wg: int
-) -> None:
+def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
     tensor_cores, shapes = plan.tensor_cores, plan.shapes
-    accumulators = buffers.accumulators.of(wg)
-    for handshake, slots in _handshakes(plan, barriers):
+    accumulators = refs.buffers.accumulators.of(wg)
+    for handshake, slots in _handshakes(plan, refs.barriers):
         bar.release_all(handshake, slots)
 
     def compute_item(item: WorkItem, count: jax.Array) -> jax.Array:
-        work = _work(plan, inputs, wg, item)
+        work = _work(plan, refs.inputs, wg, item)
 
         def with_dk(dk: Ref) -> Any:
             def with_dv(dv: Ref) -> Any:
-                end = _walk(plan, inputs, buffers, barriers, work, (dk, dv), count)
+                end = _walk(plan, refs, work, (dk, dv), count)
                 return end, tensor_cores.load(dk, pending=0), tensor_cores.load(dv, pending=0)
 
             return tensor_cores.accumulator(with_dv, (BLOCK_KV, shapes.value_head_dim), accumulators.dv)
 
         end, dk, dv = tensor_cores.accumulator(with_dk, (BLOCK_KV, shapes.head_dim), accumulators.dk)
-        _store_tile(plan, outputs, buffers, barriers, work, (dk, dv))
+        _store_tile(plan, refs, work, dk, dv)
         return end
 
-    _for_each_item(plan, inputs, compute_item)
+    _for_each_item(plan, refs.inputs, compute_item)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -258,108 +267,118 @@ def _own_keys(wg: int) -> Any:
     return pl.ds(wg * BLOCK_KV, BLOCK_KV)
 
 
-def _walk(
-    plan: Plan,
-    inputs: Inputs,
-    buffers: Buffers,
-    barriers: Barriers,
-    work: Work,
-    sums: tuple[Ref, Ref],
-    count: jax.Array,
-) -> jax.Array:
-    """Over all query blocks of the item: the masked ones, then the unmasked ones."""
+def _meet(refs: Refs) -> None:
+    """Wait until both warpgroups are here; then each sees what the other wrote to shared memory."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.barriers.meeting)
+    plgpu.barrier_wait(refs.barriers.meeting)
+
+
+def _walk(plan: Plan, refs: Refs, work: Work, sums: tuple[Ref, Ref], count: jax.Array) -> jax.Array:
+    """Over all query blocks of the item: the masked ones, then the unmasked ones. `sums` are dK and dV."""
     item = work.item
-    plgpu.barrier_wait(barriers.k.produced.at[0])
-    plgpu.barrier_wait(barriers.v.produced.at[0])
+    plgpu.barrier_wait(refs.barriers.k.produced.at[0])
+    plgpu.barrier_wait(refs.barriers.v.produced.at[0])
 
     def walk_head(head: jax.Array, count: jax.Array) -> jax.Array:
-        step = functools.partial(_step, plan, inputs, buffers, barriers, work, sums, head)
-        steps = item.q_end - item.q_start
-        masked_steps = steps - (item.full_end - item.full_start)
+        block = functools.partial(_block, plan, head)
+        step = functools.partial(_step, plan, refs, work, sums)
+        masked_steps = item.q_end - item.q_start - (item.full_end - item.full_start)
         if plan.some_masked:
-            masked_step = functools.partial(step, masked=True)
-            lax.fori_loop(0, masked_steps, lambda i, _: masked_step(_query_block(item, i), count + i), None)
-        # The loop's index is the block: registers are short.
+
+            @pl.loop(0, masked_steps)
+            def _masked(i: jax.Array) -> None:
+                step(block(_query_block(item, i), count + i, masked=True))
+
+        # The loops' index is the block: registers are short.
         before = count + masked_steps - item.full_start
-        unmasked_step = functools.partial(step, masked=False)
-        lax.fori_loop(item.full_start, item.full_end, lambda i, _: unmasked_step(i, before + i), None)
-        return count + steps
+        rest = item.full_start
+        if plan.config.unroll == 2:
+            rest = item.full_end - lax.rem(item.full_end - item.full_start, jnp.int32(2))
+
+            @pl.loop(item.full_start, rest, step=2)
+            def _pair(i: jax.Array) -> None:
+                first = block(i, before + i, drain=False)
+                step(first)
+                step(block(i + 1, before + i + 1), first)
+
+        @pl.loop(rest, item.full_end)
+        def _unmasked(i: jax.Array) -> None:
+            step(block(i, before + i))
+
+        return count + item.q_end - item.q_start
 
     return _for_each_head(plan, item, walk_head, count)
 
 
-def _step(
-    plan: Plan,
-    inputs: Inputs,
-    buffers: Buffers,
-    barriers: Barriers,
-    work: Work,
-    sums: tuple[Ref, Ref],
-    head: jax.Array,
-    qi: jax.Array,
-    count: jax.Array,
-    *,
-    masked: bool,
-) -> None:
-    """One block of queries, the `count`th of this CTA."""
-    tensor_cores, wg = plan.tensor_cores, work.wg
-    dk, dv = sums
-    slot, ds_slot = _slot(plan, count), lax.rem(count, jnp.int32(2))
-    # What the compiler does not know to be 0 keeps it from holding the addresses of K and V in registers for the loop.
-    zero = lax.shift_right_logical(count, jnp.int32(31))
-    accumulators = buffers.accumulators.of(wg)
-    q_base = qi * plan.config.block_q
+def _block(
+    plan: Plan, head: jax.Array, qi: jax.Array, count: jax.Array, *, masked: bool = False, drain: bool = True
+) -> Block:
+    """The query block `qi`, the `count`th of this CTA."""
+    return Block(
+        head=head,
+        q_base=qi * plan.config.block_q,
+        slot=_slot(plan, count),
+        ds_slot=lax.rem(count, jnp.int32(2)),
+        zero=lax.shift_right_logical(count, jnp.int32(31)),
+        masked=masked,
+        drain=drain,
+    )
 
-    p, ds = _weights(plan, buffers, barriers, work, q_base, (slot, zero), masked=masked)
+
+def _step(
+    plan: Plan, refs: Refs, work: Work, sums: tuple[Ref, Ref], block: Block, undrained: Block | None = None
+) -> None:
+    """One block of queries. The last product of `undrained`, the block before, is still in flight."""
+    tensor_cores, buffers, barriers, wg = plan.tensor_cores, refs.buffers, refs.barriers, work.wg
+    dk, dv = sums
+    slot = block.slot
+    p, ds = _weights(plan, refs, work, block, undrained)
     tensor_cores.start(dv, p, buffers.dout.at[slot])
-    buffers.ds[ds_slot, _own_keys(wg)] = ds
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barriers.meeting)
-    plgpu.barrier_wait(barriers.meeting)
+    buffers.ds[block.ds_slot, _own_keys(wg)] = ds
+    _meet(refs)
 
     def dq_product(acc: Ref) -> jax.Array:
-        tensor_cores.start(acc, *_dq_operands(plan, buffers, wg, ds_slot, zero))
+        tensor_cores.start(acc, *_dq_operands(plan, buffers, wg, block))
         tensor_cores.start(dk, ds, buffers.q.at[slot])
         return tensor_cores.load(acc, pending=1)
 
     dq_part = plan.config.dq_part(plan.shapes.head_dim)
-    dq = tensor_cores.accumulator(dq_product, dq_part, accumulators.dq)
+    dq = tensor_cores.accumulator(dq_product, dq_part, buffers.accumulators.of(wg).dq)
     plgpu.barrier_arrive(barriers.dout.consumed.at[slot])
-    _add_dq(plan, inputs, buffers, work, head, q_base, dq)
-    tensor_cores.wait(0)
-    plgpu.barrier_arrive(barriers.q.consumed.at[slot])
+    _add_dq(plan, refs, work, block, dq)
+    if block.drain:
+        tensor_cores.wait(0)
+        plgpu.barrier_arrive(barriers.q.consumed.at[slot])
 
 
-def _weights(
-    plan: Plan,
-    buffers: Buffers,
-    barriers: Barriers,
-    work: Work,
-    q_base: jax.Array,
-    slots: tuple[jax.Array, jax.Array],
-    *,
-    masked: bool,
-) -> tuple[jax.Array, jax.Array]:
+def _weights(plan: Plan, refs: Refs, work: Work, block: Block, undrained: Block | None) -> tuple[jax.Array, jax.Array]:
     """P^T and dS^T, 16-bit. dS is the gradient of scale * q.k: the scale of dQ and dK comes at the end."""
     tensor_cores, own, shape = plan.tensor_cores, _own_keys(work.wg), (BLOCK_KV, plan.config.block_q)
-    slot, zero = slots
+    _, _, buffers, barriers = refs
+    slot, zero = block.slot, block.zero
     accumulators = buffers.accumulators.of(work.wg)
 
     def with_scores(s: Ref) -> Any:
+        # K and V at an index that the compiler does not know to be 0: else it would hold their many addresses in
+        # registers throughout the loop.
         tensor_cores.start(s, buffers.k.at[zero, own], buffers.q.at[slot].transpose((1, 0)))
         plgpu.barrier_wait(barriers.dout.produced.at[slot])
         return tensor_cores.accumulator(functools.partial(with_dp, s), shape, accumulators.dp)
 
     def with_dp(s: Ref, dp: Ref) -> Any:
         tensor_cores.start(dp, buffers.v.at[zero, own], buffers.dout.at[slot].transpose((1, 0)))
-        p, factor = _probabilities(plan, buffers, work, q_base, slot, tensor_cores.load(s, pending=1), masked=masked)
+        scores = tensor_cores.load(s, pending=1)
+        if undrained is not None:
+            plgpu.barrier_arrive(barriers.q.consumed.at[undrained.slot])
+        p, derivative = _probabilities(plan, buffers, work, block, scores)
         # Only now, as registers are short.
         p, delta_slot = lax.optimization_barrier((p, slot))
         delta = _load_columns(buffers.delta.at[delta_slot])
         ds = p * (tensor_cores.load(dp, pending=0) - _columns_like(delta, p))
-        if factor is not None:
-            ds = ds * factor
-        if masked:  # where v or dout holds NaN or Inf, dP does
+        if derivative is not None:
+            ds = ds * derivative
+        if block.masked:  # where v or dout holds NaN or Inf, dP does
             ds = jnp.where(p == 0, 0.0, ds)
         return lax.optimization_barrier((p.astype(plan.dtype), ds.astype(plan.dtype)))
 
@@ -369,26 +388,19 @@ def _weights(
 
 
 def _probabilities(
-    plan: Plan,
-    buffers: Buffers,
-    work: Work,
-    q_base: jax.Array,
-    slot: jax.Array,
-    scores: jax.Array,
-    *,
-    masked: bool,
+    plan: Plan, buffers: Buffers, work: Work, block: Block, scores: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """P^T, and the derivative of the logits by scale * q.k; None: 1."""
     soft_cap, derivative = plan.spec.soft_cap, None
-    lse_log2 = _load_columns(buffers.lse_log2.at[slot])
+    lse_log2 = _load_columns(buffers.lse_log2.at[block.slot])
     if soft_cap is None:
         logits_log2 = scores * (work.scale * LOG2E)
     else:
         logits = softmax.soft_cap(scores * work.scale, soft_cap)
         logits_log2 = logits * LOG2E
         derivative = 1 - (logits * (1 / soft_cap)) * (logits * (1 / soft_cap))
-    if masked:
-        logits_log2 = _mask(plan, logits_log2, work, q_base)
+    if block.masked:
+        logits_log2 = _mask(plan, logits_log2, work, block)
     return jnp.exp2(logits_log2 - _columns_like(lse_log2, scores)), derivative
 
 
@@ -401,13 +413,13 @@ def _columns_like(columns: jax.Array, tile: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(columns, tile.shape, (1,))
 
 
-def _mask(plan: Plan, logits: jax.Array, work: Work, q_base: jax.Array) -> jax.Array:
+def _mask(plan: Plan, logits: jax.Array, work: Work, block: Block) -> jax.Array:
     item = work.item
     index = tile_mask.TileIndex(
         shape=logits.shape,
         batch=item.batch,
-        head=item.kv_head,
-        q_base=q_base,
+        head=block.head,
+        q_base=block.q_base,
         kv_base=item.ki * TILE_KV + work.wg * BLOCK_KV,
         q_offset=work.q_offset,
         transposed=True,
@@ -419,48 +431,39 @@ def _mask(plan: Plan, logits: jax.Array, work: Work, q_base: jax.Array) -> jax.A
     return jnp.where(live, logits, -jnp.inf)
 
 
-def _dq_operands(plan: Plan, buffers: Buffers, wg: int, ds_slot: jax.Array, zero: jax.Array) -> tuple[Ref, Ref]:
+def _dq_operands(plan: Plan, buffers: Buffers, wg: int, block: Block) -> tuple[Ref, Ref]:
     """dS and K of this warpgroup's part of dQ: of half the rows, or of half the columns."""
     rows, columns = plan.config.dq_part(plan.shapes.head_dim)
     if columns == plan.shapes.head_dim:
-        return buffers.ds.at[ds_slot, :, pl.ds(wg * rows, rows)].transpose((1, 0)), buffers.k.at[zero]
-    return buffers.ds.at[ds_slot].transpose((1, 0)), buffers.k.at[zero, :, pl.ds(wg * columns, columns)]
+        own_rows = buffers.ds.at[block.ds_slot, :, pl.ds(wg * rows, rows)]
+        return own_rows.transpose((1, 0)), buffers.k.at[block.zero]
+    own_columns = buffers.k.at[block.zero, :, pl.ds(wg * columns, columns)]
+    return buffers.ds.at[block.ds_slot].transpose((1, 0)), own_columns
 
 
-def _add_dq(
-    plan: Plan, inputs: Inputs, buffers: Buffers, work: Work, head: jax.Array, q_base: jax.Array, dq: jax.Array
-) -> None:
+def _add_dq(plan: Plan, refs: Refs, work: Work, block: Block, dq: jax.Array) -> None:
     """Add this warpgroup's part of a block of dQ to the sum in device memory."""
     wg, item = work.wg, work.item
     rows, columns = plan.config.dq_part(plan.shapes.head_dim)
     by_rows = columns == plan.shapes.head_dim
-    target_rows = pl.ds(q_base + wg * rows, rows) if by_rows else pl.ds(q_base, rows)
-    target_columns = pl.ds(0, columns) if by_rows else pl.ds(wg * columns, columns)
+    own_rows = pl.ds(block.q_base + wg * rows, rows) if by_rows else pl.ds(block.q_base, rows)
+    own_columns = pl.ds(0, columns) if by_rows else pl.ds(wg * columns, columns)
+    batch = item.batch if plan.dq_slices == 1 else item.batch + item.ki * plan.shapes.batch
+    staged = refs.buffers.dq.at[wg]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last block's
-    buffers.dq[wg] = dq
+    staged[...] = dq
     plgpu.commit_smem()
-    batch = item.batch
-    if plan.dq_slices > 1:
-        batch = batch + item.ki * plan.shapes.batch
-    target = inputs.dq.at[batch, target_rows, head, target_columns]
-    memory.add_matrix(buffers.dq.at[wg], target, interpreted=plan.interpreted)
+    target = refs.inputs.dq.at[batch, own_rows, block.head, own_columns]
+    memory.add_matrix(staged, target, interpreted=plan.interpreted)
 
 
-def _store_tile(
-    plan: Plan,
-    outputs: Outputs,
-    buffers: Buffers,
-    barriers: Barriers,
-    work: Work,
-    sums: tuple[jax.Array, jax.Array],
-) -> None:
+def _store_tile(plan: Plan, refs: Refs, work: Work, dk: jax.Array, dv: jax.Array) -> None:
     """dK and dV take the place of K and V in shared memory, once no warpgroup multiplies with K any more."""
+    _, outputs, buffers, barriers = refs
     wg, item = work.wg, work.item
-    dk, dv = sums
     own = _own_keys(wg)
     keys = pl.ds(item.ki * TILE_KV + wg * BLOCK_KV, BLOCK_KV)
-    plgpu.barrier_arrive(barriers.meeting)
-    plgpu.barrier_wait(barriers.meeting)
+    _meet(refs)
     buffers.v[0, own] = dv.astype(plan.dtype)
     buffers.k[0, own] = (dk * work.scale).astype(plan.dtype)
     plgpu.commit_smem()

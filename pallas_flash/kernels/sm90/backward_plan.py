@@ -14,7 +14,7 @@ from pallas_flash.kernels import barriers as bar
 from pallas_flash.kernels import matmul, memory
 from pallas_flash.kernels.sm90.backward_config import BLOCK_KV, COMPUTE_WGS, TILE_KV, BackwardConfig
 from pallas_flash.kernels.sm90.backward_schedule import WorkItem
-from pallas_flash.spec import LOG2E, AttentionSpec, Operands, Shapes
+from pallas_flash.spec import AttentionSpec, Shapes
 
 Ref = Any
 
@@ -73,6 +73,13 @@ class Barriers(NamedTuple):
     meeting: Ref  # of the compute warpgroups
 
 
+class Refs(NamedTuple):
+    inputs: Inputs
+    outputs: Outputs
+    buffers: Buffers
+    barriers: Barriers
+
+
 class Work(NamedTuple):
     """A work item as one compute warpgroup sees it."""
 
@@ -81,6 +88,18 @@ class Work(NamedTuple):
     scale: Any
     q_offset: Any
     mask: tuple[tuple[jax.Array, ...], ...]
+
+
+class Block(NamedTuple):
+    """A block of queries of one head, which some key tile meets."""
+
+    head: jax.Array
+    q_base: jax.Array
+    slot: jax.Array  # of the buffers for queries
+    ds_slot: jax.Array
+    zero: jax.Array  # 0, which the compiler does not know
+    masked: bool
+    drain: bool  # whether the tensor cores must be done with it at its end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,12 +171,3 @@ def _handshake_of_two_copies(slots: int) -> bar.Handshake:
         produced=plgpu.Barrier(num_barriers=slots, num_arrivals=2),
         consumed=plgpu.Barrier(num_barriers=slots, num_arrivals=COMPUTE_WGS),
     )
-
-
-def to_log2(plan: Plan, scale: Any) -> Any:
-    """From q.k to logits in base 2, where nothing but the scale stands between them."""
-    return scale * LOG2E
-
-
-def operand_scale(spec: AttentionSpec, operands: Operands) -> Any:
-    return spec.scale if operands.scale is None else operands.scale.astype(jnp.float32)
