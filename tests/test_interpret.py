@@ -14,13 +14,14 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import masks, reference
+from pallas_flash import elementwise, masks, reference
 from pallas_flash.kernels import sm90
 from pallas_flash.kernels.sm90.config import ForwardConfig
 from pallas_flash.spec import AttentionSpec, Operands
@@ -42,15 +43,18 @@ def operands_of(batch, q_len, kv_len, heads, kv_heads, dims, dtype=jnp.bfloat16,
 def check(spec: AttentionSpec, operands: Operands, config: ForwardConfig = SMALL) -> None:
     operands = operands._replace(mask=operands.mask or ((),) * len(spec.mask))
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    got = sm90.forward(spec, operands, config=config, interpret=interpret).residuals
+    assert sm90.unsupported(spec, operands) is None
+    got, got_max = sm90.forward(spec, operands, config=config, interpret=interpret)
     assert not races_found()
     exact = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in ("q", "k", "v")})
-    want = reference.forward(spec, exact).residuals
+    want, want_max = reference.forward(spec, exact)
     alive = np.isfinite(np.asarray(want.m))
     error = np.linalg.norm(got.out.astype(np.float32) - want.out) / np.linalg.norm(want.out)
     assert error < 3e-3, error
     np.testing.assert_array_equal(np.isfinite(got.m), alive)
-    np.testing.assert_allclose(np.where(alive, got.m, 0), np.where(alive, want.m, 0), atol=2e-5)
+    np.testing.assert_allclose(np.where(alive, got.m, 0), np.where(alive, want.m, 0), rtol=1e-6, atol=2e-5)
+    if spec.return_max_logit:
+        np.testing.assert_allclose(got_max, want_max, atol=2e-5)
     np.testing.assert_allclose(got.l, want.l, rtol=1e-4)
     assert np.all(np.asarray(got.out).swapaxes(1, 2)[~alive] == 0)
 
@@ -60,6 +64,31 @@ def races_found() -> bool:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     return gpu_callbacks.get_races().races_found
+
+
+rng = np.random.default_rng(1)
+SLOPES, TABLE = jnp.asarray(rng.normal(size=2), jnp.float32), jnp.asarray(rng.normal(size=(2, 9)), jnp.bfloat16)
+DOCUMENTS = jnp.asarray(np.sort(rng.integers(0, 3, (2, 160)), 1), jnp.int32)
+FLAGS = jnp.asarray(rng.random(5) < 0.7)
+
+
+def score_mod(function) -> dict[str, Any]:
+    arguments = {"score": np.float32, **elementwise.PLACE}
+    traced, captured = elementwise.trace("score_mod", function, arguments, np.float32)
+    return {"spec": traced, "operands": captured}
+
+
+ALIBI = score_mod(lambda s, b, h, q, k: s + SLOPES[h] * jnp.abs(q - k) / 20)
+RELATIVE = score_mod(lambda s, b, h, q, k: 3 * jnp.tanh(s + TABLE[h, jnp.clip(q - k, -4, 4) + 4].astype(jnp.float32)))
+SAME_DOCUMENT = masks.predicate(lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) | (k % 7 == h))
+SOME_FLAGS = masks.predicate(lambda b, h, q, k: FLAGS[(q // 3 + k) % 5] | (k == q))
+
+
+def bias_of(*shape, dtype=jnp.float32):
+    """Every fifth row, or column, or element, is -inf; every seventh as small as can be without being that."""
+    bias = rng.normal(size=shape).ravel()
+    bias[::5], bias[3::7] = -np.inf, -3e38
+    return jnp.asarray(bias.reshape(shape), dtype)
 
 
 CASES = {
@@ -89,6 +118,70 @@ CASES = {
         operands_of(
             2, 128, 192, 1, 1, (64, 64), scale=jnp.float32(-0.1), q_offset=jnp.array([0, 50]),
             mask=((jnp.array([30, 150]),), (), (jnp.array([70, 128]),)),
+        ),
+        SMALL,
+    ),
+    "lengths, one of them 0": (
+        AttentionSpec(0.125, (masks.QueryLengths(), CAUSAL, masks.KeyValueLengths())),
+        operands_of(
+            3, 128, 200, 2, 1, (64, 64), mask=((jnp.array([128, 70, 5]),), (), (jnp.array([200, 0, 77]),)),
+        ),
+        SMALL,
+    ),
+    "segments, causal, the maximum beside sinks": (
+        AttentionSpec(0.125, (masks.Segments(), CAUSAL), return_max_logit=True),
+        operands_of(
+            2, 160, 160, 2, 1, (64, 64), mask=((DOCUMENTS, DOCUMENTS), ()), sinks=jnp.array([3.0, -2.0]),
+        ),
+        SMALL,
+    ),
+    "unsorted segments, a dense mask": (
+        AttentionSpec(0.125, (masks.Segments(), masks.Dense())),
+        operands_of(
+            2, 100, 133, 2, 2, (64, 64),
+            mask=(
+                (jnp.asarray(rng.integers(0, 2, (2, 100))), jnp.asarray(rng.integers(0, 2, (2, 133)))),
+                (jnp.asarray(rng.random((1, 2, 100, 133)) < 0.8),),
+            ),
+        ),
+        SMALL,
+    ),
+    "a bias for each pair, soft cap, dense mask for each key": (
+        AttentionSpec(0.125, (masks.Dense(),), soft_cap=3.0),
+        operands_of(
+            1, 77, 133, 2, 1, (64, 64), bias=bias_of(1, 2, 77, 133, dtype=jnp.bfloat16),
+            mask=((jnp.asarray(rng.random((1, 1, 1, 133)) < 0.8),),),
+        ),
+        SMALL,
+    ),
+    "a bias for each query, seldom rescaled": (
+        AttentionSpec(2.0), operands_of(1, 64, 133, 2, 1, (64, 64), bias=bias_of(1, 2, 64, 1)),
+        dataclasses.replace(SMALL, rescale_threshold=4.0),
+    ),
+    "a bias for each key, dropout, traced offsets": (
+        AttentionSpec(0.125, (CAUSAL,), q_offset=None, dropout_rate=0.3),
+        operands_of(
+            2, 64, 133, 2, 2, (64, 64), bias=bias_of(2, 1, 1, 133), q_offset=jnp.array([60, -10]),
+            dropout_key=jnp.array([7, 2**32 - 5], jnp.uint32),
+        ),
+        SMALL,
+    ),
+    "slopes, a predicate over documents": (
+        AttentionSpec(0.125, (CAUSAL, *SAME_DOCUMENT.parts), score_mod=ALIBI["spec"]),
+        operands_of(
+            2, 160, 160, 2, 1, (64, 64), score_mod=ALIBI["operands"], mask=((), *SAME_DOCUMENT.arrays),
+        ),
+        SMALL,
+    ),
+    "everything": (
+        AttentionSpec(
+            None, (masks.Band(100, 3), *SOME_FLAGS.parts, masks.Segments()), soft_cap=5.0, score_mod=RELATIVE["spec"],
+            dropout_rate=0.1, return_max_logit=True,
+        ),
+        operands_of(
+            2, 160, 160, 2, 1, (40, 72), scale=jnp.float32(0.2), score_mod=RELATIVE["operands"],
+            bias=bias_of(1, 1, 160, 160), mask=((), *SOME_FLAGS.arrays, (DOCUMENTS, DOCUMENTS)),
+            sinks=jnp.array([0.5, -1.0]), dropout_key=jnp.array([1, 2], jnp.uint32),
         ),
         SMALL,
     ),

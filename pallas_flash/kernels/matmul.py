@@ -1,6 +1,7 @@
 """Matrix products of one warpgroup on Hopper's tensor cores (wgmma), and their stand-in for Pallas' interpreter.
 
-What the interpreter cannot run stands here, so that under the interpreter the kernels differ in nothing else.
+What the interpreter cannot run stands here, so that under the interpreter the kernels differ in nothing else: besides
+the products, a vote among threads and loads of single elements.
 A product runs in the background: `start` issues it, `load` and `wait` wait until at most `pending` are in flight.
 """
 
@@ -12,11 +13,12 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 Ref = Any
 
@@ -39,6 +41,13 @@ class TensorCores(Protocol):
 
     def any_row(self, rows: jax.Array) -> jax.Array:
         """Whether some row is True, as a scalar. Each warp may ask for its own rows only."""
+        ...
+
+    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
+        """source[index] in registers, from an array in device memory that the kernel does not write.
+
+        index: for each axis an int32 within it, a scalar or an array; the arrays have one shape, and `layout`.
+        """
         ...
 
 
@@ -65,6 +74,9 @@ class Wgmma:
 
     def any_row(self, rows: jax.Array) -> jax.Array:
         return _any_row_of_warp(rows)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
+
+    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
+        return _gather(source, index, layout)
 
 
 class Interpreted:
@@ -94,6 +106,9 @@ class Interpreted:
     def any_row(self, rows: jax.Array) -> jax.Array:
         return jnp.any(rows)
 
+    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
+        return source[...][index]
+
 
 @plgpu.inline_mgpu(
     arg_types=(plgpu.Layout.WGMMA.reduce(1),),
@@ -107,3 +122,33 @@ def _any_row_of_warp(_: Any, rows: Any) -> Any:
     i32 = ir.IntegerType.get_signless(32)
     some = llvm.inline_asm(i32, [arith.extui(i32, mine)], vote, "=r,r", has_side_effects=True)
     return mgpu.FragmentedArray.splat(arith.trunci(i1, some), (), is_signed=False)
+
+
+def _gather(source: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
+    """Element by element: nothing is asked of the array's alignment or strides. Addresses are 64 bits wide."""
+    lines = [line for line in index if jnp.ndim(line)]
+    if not lines:
+        return source[index]
+    view = source.at[tuple(slice(None) if jnp.ndim(line) else line for line in index)]
+    load = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *[layout] * len(lines)),
+        return_type=plgpu.ShapeDtypeStruct(lines[0].shape, source.dtype, layout=layout),
+    )(functools.partial(_load_elements, source.dtype))
+    return load(view, *lines)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
+
+
+def _load_elements(dtype: Any, _: Any, source: Any, *index: Any) -> Any:
+    registers = np.empty(index[0].registers.shape, object)
+    for place in np.ndindex(registers.shape):
+        registers[place] = _load_register(source, [line.registers[place] for line in index])
+    return mgpu.FragmentedArray(_registers=registers, _layout=index[0].layout, _is_signed=mgpu.utils.is_signed(dtype))
+
+
+def _load_register(source: Any, index: list[Any]) -> Any:
+    (size,) = ir.VectorType(index[0].type).shape
+    place = ir.IndexType.get()
+    elements = []
+    for i in range(size):
+        wide = [arith.index_cast(place, vector.extract(register, [], [i])) for register in index]
+        elements.append(memref.load(source, wide))
+    return vector.from_elements(ir.VectorType.get((size,), elements[0].type), elements)

@@ -1,4 +1,4 @@
-"""The online softmax (FlashAttention, section 3.1; FlashAttention-2, section 3.1.1), in base 2."""
+"""The online softmax (FlashAttention, section 3.1; FlashAttention-2, section 3.1.1), through exp2."""
 
 from __future__ import annotations
 
@@ -6,34 +6,54 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_flash.spec import LN2, LOG2E
 
-# Where the running maximum starts. It is finite so that exp2(-inf - m) = 0 in a row with no key so far: no NaN guard.
-NO_MAXIMUM = -1e30
+# Where the running maximum starts: a finite number, so that exp2(-inf - m) = 0 in a row with no key so far, with no
+# guard against NaN; and the smallest one, so that a row whose logits are all of this size still has weights.
+NO_MAXIMUM = float(np.finfo(np.float32).min)
+
+
+class Units(NamedTuple):
+    """Those of a row's maximum: scores * `scores_to` are in them, and theirs times `to_log2` is a logit in base 2.
+
+    Base 2 itself saves an operation an element, as the subtraction of the maximum joins the multiplication. Where
+    logits may be as large as float32 goes (a bias of finfo.min), that product would overflow: units are then natural.
+    """
+
+    scores_to: float
+    to_log2: float = 1.0
+
+    def of_scores(self, scores: jax.Array) -> jax.Array:
+        return scores if self.scores_to == 1 else scores * self.scores_to
+
+    def of_logits(self, logits: jax.Array) -> jax.Array:
+        return logits if self.to_log2 == LOG2E else logits * (LOG2E / self.to_log2)
+
+    def log2(self, values: jax.Array) -> jax.Array:
+        return values if self.to_log2 == 1 else values * self.to_log2
+
+    def natural(self, values: jax.Array) -> jax.Array:
+        return values if self.to_log2 == LOG2E else values * (self.to_log2 * LN2)
 
 
 class RowStatistics(NamedTuple):
-    """Of each row so far, with logits in base 2.
+    """Of each row so far.
 
-    `shift` is what exp2 subtracts. It is the maximum, or behind it by less than the threshold of `advance`: any shift
+    `shift` is what is subtracted before exp2. It is the maximum, or behind it by less than the threshold: any shift
     gives the same result as long as nothing overflows (FlashAttention-4 rescales as seldom).
     """
 
-    m: jax.Array  # the row's maximum
-    shift: jax.Array
-    l: jax.Array  # noqa: E741  sum of exp2(logits - shift)
+    m: jax.Array  # the row's maximum, in the kernel's units
+    shift: jax.Array  # likewise
+    l: jax.Array  # noqa: E741  sum of exp(logits - shift)
 
 
-def initial_statistics(rows: int, sink: jax.Array | None) -> RowStatistics:
-    """sink: a logit in natural units that takes part in every row's sum and has no value."""
-    start, weight = NO_MAXIMUM, 0.0
-    if sink is not None:
-        start = jnp.maximum(sink * LOG2E, NO_MAXIMUM)
-        weight = jnp.where(start > NO_MAXIMUM, 1.0, 0.0)  # a sink of -inf is none
-    m = jnp.full((rows,), start, jnp.float32)
-    return RowStatistics(m, m, jnp.full((rows,), weight, jnp.float32))
+def initial_statistics(rows: int) -> RowStatistics:
+    m = jnp.full((rows,), NO_MAXIMUM, jnp.float32)
+    return RowStatistics(m, m, jnp.full((rows,), 0.0, jnp.float32))
 
 
 def rows_like(rows: jax.Array, tile: jax.Array) -> jax.Array:
@@ -41,13 +61,13 @@ def rows_like(rows: jax.Array, tile: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(rows, tile.shape, (0,))
 
 
-def new_maximum(stats: RowStatistics, scores: jax.Array, to_log2: float) -> jax.Array:
-    return jnp.maximum(stats.m, scores.max(axis=1) * to_log2)
+def new_maximum(stats: RowStatistics, scores: jax.Array, units: Units) -> jax.Array:
+    return jnp.maximum(stats.m, units.of_scores(scores.max(axis=1)))
 
 
-def probabilities(scores: jax.Array, shift: jax.Array, to_log2: float) -> jax.Array:
-    """exp(logits), unnormalised; logits_log2 = scores * to_log2."""
-    return jnp.exp2(scores * to_log2 - rows_like(shift, scores))
+def probabilities(scores: jax.Array, shift: jax.Array, units: Units) -> jax.Array:
+    """exp(logits), unnormalised."""
+    return jnp.exp2(units.log2(units.of_scores(scores) - rows_like(shift, scores)))
 
 
 def soft_cap(scores: jax.Array, cap: float) -> jax.Array:
@@ -63,10 +83,24 @@ class FinalStatistics(NamedTuple):
     normalizer: jax.Array
 
 
-def finish(stats: RowStatistics) -> FinalStatistics:
+def finish(stats: RowStatistics, units: Units) -> FinalStatistics:
     alive = stats.l > 0
     return FinalStatistics(
-        m=jnp.where(alive, stats.m * LN2, -jnp.inf),
-        l=stats.l * jnp.exp2(stats.shift - stats.m),
+        m=jnp.where(alive, units.natural(stats.m), -jnp.inf),
+        l=stats.l * jnp.exp2(units.log2(stats.shift - stats.m)),
         normalizer=jnp.where(alive, 1.0 / stats.l, 0.0),
+    )
+
+
+def finish_with_sink(stats: RowStatistics, units: Units, sink: jax.Array) -> FinalStatistics:
+    """sink: a logit in natural units that takes part in every row's sum and has no value; m is still that of the keys.
+    It joins at the end, when the keys' maximum is known."""
+    sinks = jnp.full(stats.m.shape, units.of_logits(sink), jnp.float32)
+    m = jnp.maximum(stats.m, sinks)
+    alpha = jnp.exp2(units.log2(stats.shift - m))
+    l = stats.l * alpha + jnp.exp2(units.log2(sinks - m))  # noqa: E741
+    return FinalStatistics(
+        m=jnp.where(stats.l > 0, units.natural(stats.m), -jnp.inf),
+        l=l,
+        normalizer=jnp.where(l > 0, alpha / l, 0.0),
     )

@@ -1,4 +1,4 @@
-"""Masks on one tile of scores in registers."""
+"""Where the elements of a tile of scores in registers stand."""
 
 from __future__ import annotations
 
@@ -30,21 +30,37 @@ class TileIndex:
 
     @functools.cached_property
     def q_row(self) -> jax.Array:
-        return self._spread(self.q_base, self._q_axis)
+        return self.spread(self._line(self.q_base, self.q_axis), self.q_axis)
 
     @functools.cached_property
     def q_pos(self) -> jax.Array:
-        return self._spread(self.q_base + self.q_offset, self._q_axis)
+        return self.spread(self._line(self.q_base + self.q_offset, self.q_axis), self.q_axis)
 
     @functools.cached_property
     def kv_pos(self) -> jax.Array:
-        return self._spread(self.kv_base, 1 - self._q_axis)
+        return self.spread(self._line(self.kv_base, self.kv_axis), self.kv_axis)
 
     @property
-    def _q_axis(self) -> int:
+    def q_axis(self) -> int:
         return int(self.transposed)
 
-    def _spread(self, base: jax.Array, axis: int) -> jax.Array:
-        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-        line = plgpu.layout_cast(lax.iota(jnp.int32, self.shape[axis]), layout) + base
+    @property
+    def kv_axis(self) -> int:
+        return 1 - self.q_axis
+
+    def rows_of(self, axis: int, length: int) -> jax.Array:
+        """The rows of an array of queries (or keys) of this length, one for each row (or column) of the tile. Those
+        behind its end stand for its last one."""
+        base = self.q_base if axis == self.q_axis else self.kv_base
+        return jnp.minimum(self._line(base, axis), length - 1)
+
+    def layout(self, axis: int) -> Any:
+        """Of one value for each row (axis 0) or column of the tile."""
+        return plgpu.Layout.WGMMA.reduce(1 - axis)
+
+    def spread(self, line: jax.Array, axis: int) -> jax.Array:
+        """One value for each row (axis 0) or column as a tile."""
         return lax.broadcast_in_dim(line, self.shape, (axis,))
+
+    def _line(self, base: jax.Array, axis: int) -> jax.Array:
+        return plgpu.layout_cast(lax.iota(jnp.int32, self.shape[axis]), self.layout(axis)) + base

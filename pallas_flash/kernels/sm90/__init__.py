@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import xla
+from pallas_flash.kernels import tile_function
 from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, ForwardConfig, padded_head_dims
-from pallas_flash.masks import Band, Chunked, PrefixLM, QueryLengths
+from pallas_flash.masks import Dense, Predicate, Segments
 from pallas_flash.spec import AttentionSpec, Forward, Operands
 from pallas_flash.tuning import cache
 
 NAME = "sm90"
 MAX_HEAD_DIM = 256
+MAX_ITEMSIZE = 4  # of the elements of arrays that scores depend on
 MAX_ROWS = 2**31  # of all batch elements and heads: row statistics with larger offsets have not been proven right
 
 backward = xla.backward
@@ -39,18 +41,11 @@ def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
         return f"batch * heads * queries must stay below {MAX_ROWS}: {shapes}"
     if spec.precision not in (None, jax.lax.Precision.DEFAULT, "default", "fastest"):
         return f"precision={spec.precision}: it rounds the softmax weights to {operands.q.dtype}"
-    refused = {
-        "bias": operands.bias is not None,
-        "score_mod": spec.score_mod is not None,
-        "dropout": spec.dropout_rate > 0,
-        "the maximum logit beside sinks": spec.return_max_logit and operands.sinks is not None,
-    }
-    for feature, present in refused.items():
-        if present:
-            return f"it has no {feature} yet"
-    for part in spec.mask:
-        if not isinstance(part, Band | Chunked | PrefixLM | QueryLengths):
-            return f"it has no mask of the kind {type(part).__name__} yet"
+    if (obstacle := _function_obstacle(spec)) is not None:
+        return obstacle
+    arrays = jax.tree.leaves((operands.bias, operands.score_mod, operands.mask))
+    if wide := [array for array in arrays if array.dtype.itemsize > MAX_ITEMSIZE]:
+        return f"it reads no {wide[0].dtype}: {list(wide[0].shape)}"
     if not _config(spec, operands):
         return f"no tiles for head dims {shapes.head_dim} and {shapes.value_head_dim}"
     return None
@@ -64,14 +59,22 @@ def forward(
 
     config = config or _config(spec, operands)
     assert config is not None, "unsupported() refuses what has no tiles"
-    residuals = run(spec, operands, config, interpret=interpret)
-    return Forward(residuals, residuals.m.max(-1) if spec.return_max_logit else None)
+    return run(spec, operands, config, interpret=interpret)
+
+
+def _function_obstacle(spec: AttentionSpec) -> str | None:
+    functions = {"score_mod": spec.score_mod} if spec.score_mod is not None else {}
+    functions |= {"masks.predicate": part.function for part in spec.mask if isinstance(part, Predicate)}
+    for name, function in functions.items():
+        if (obstacle := tile_function.obstacle(function)) is not None:
+            return f"{name} uses {obstacle}, which the kernel cannot compute"
+    return None
 
 
 def _config(spec: AttentionSpec, operands: Operands) -> ForwardConfig | None:
     """The tuned entry of the nearest case whose buffers fit."""
     shapes = operands.shapes
-    case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, mask_class(spec))
+    case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, mask_class(spec, operands))
     for entry in cache.nearest("sm90_forward", case):
         config = ForwardConfig(**entry)
         same_buffer = config.out_has_own_buffer or shapes.head_dim == shapes.value_head_dim
@@ -81,5 +84,9 @@ def _config(spec: AttentionSpec, operands: Operands) -> ForwardConfig | None:
     return None
 
 
-def mask_class(spec: AttentionSpec) -> str:
+def mask_class(spec: AttentionSpec, operands: Operands) -> str:
+    """general: where an element of the scores needs registers of its own besides its score."""
+    parts = any(isinstance(part, Dense | Predicate | Segments) for part in spec.mask)
+    if parts or operands.bias is not None or spec.score_mod is not None or spec.dropout_rate > 0:
+        return "general"
     return "causal" if spec.mask else "full"

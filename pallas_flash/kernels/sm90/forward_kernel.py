@@ -20,15 +20,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash import masks
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import matmul, memory, softmax, tile_mask
+from pallas_flash.kernels import matmul, memory, softmax
 from pallas_flash.kernels.sm90 import plan as plan_
 from pallas_flash.kernels.sm90 import schedule
 from pallas_flash.kernels.sm90.config import COLUMNS, ROWS, ForwardConfig, round_up
-from pallas_flash.kernels.sm90.plan import Barriers, Buffers, Inputs, Plan, Ref, State, Work
+from pallas_flash.kernels.sm90.plan import Barriers, Buffers, Inputs, Plan, Ref, State, Work, Worker
 from pallas_flash.kernels.sm90.schedule import WorkItem
-from pallas_flash.spec import AttentionSpec, Operands, Residuals
+from pallas_flash.kernels.tile_mask import TileIndex
+from pallas_flash.kernels.tile_scores import ScoreOperands, TileScores
+from pallas_flash.spec import AttentionSpec, Forward, Operands, Residuals
 
 
 def _padded(array: jax.Array) -> jax.Array:
@@ -37,17 +38,19 @@ def _padded(array: jax.Array) -> jax.Array:
     return jnp.pad(array, ((0, 0), *missing)) if missing != ((0, 0),) * 3 else array
 
 
-def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, interpret: Any = None) -> Residuals:
+def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, interpret: Any = None) -> Forward:
     """interpret: `plgpu.InterpretGPUParams` to run the kernel in Pallas' interpreter."""
     shapes = operands.shapes
     q, k, v = _padded(operands.q), _padded(operands.k), _padded(operands.v)
     tensor_cores = matmul.Wgmma() if interpret is None else matmul.Interpreted()
     held = shapes._replace(q_len=q.shape[1], head_dim=q.shape[-1], value_head_dim=v.shape[-1])
-    plan = Plan(spec, held, q.dtype, config, tensor_cores)
+    any_logits = spec.score_mod is not None or operands.bias is not None
+    plan = Plan(spec, held, q.dtype, config, tensor_cores, any_logits)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     sinks = None if operands.sinks is None else operands.sinks.astype(jnp.float32)
-    inputs = Inputs(work, q, k, v, scale, sinks, operands.q_offset, operands.mask)
+    more = (operands.q_offset, operands.score_mod, operands.bias, operands.mask, operands.dropout_key)
+    inputs = Inputs(work, q, k, v, scale, sinks, *more)
     row_type = jax.ShapeDtypeStruct((held.batch, held.num_q_heads, held.q_len), jnp.float32)
     out_type = jax.ShapeDtypeStruct((*q.shape[:3], held.value_head_dim), q.dtype)
     kernel = plgpu.kernel(
@@ -64,7 +67,12 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
     )
     ((out, m, row_sum),) = kernel(inputs)
     rows = slice(shapes.q_len)
-    return Residuals(out[:, rows, :, : shapes.value_head_dim], m[..., rows], row_sum[..., rows])
+    m = m[..., rows]
+    max_logit = None
+    if spec.return_max_logit:  # of the keys, without the sink, which joins here
+        max_logit = m.max(-1)
+        m = m if sinks is None else jnp.maximum(m, sinks[:, None])
+    return Forward(Residuals(out[:, rows, :, : shapes.value_head_dim], m, row_sum[..., rows]), max_logit)
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers, barriers: Barriers) -> None:
@@ -157,12 +165,12 @@ def _compute_warpgroup(
     def compute_tile(index: jax.Array, carry: tuple[WorkItem, jax.Array]) -> tuple[WorkItem, jax.Array]:
         item, count = carry
         work = _work(plan, inputs, wg, item, count)
-        attend = functools.partial(_attend, plan, buffers, barriers, work)
         acc_shape = (config.block_q, plan.shapes.value_head_dim)
+        attend = lambda acc: _attend(Worker(plan, buffers, barriers, work, acc))  # noqa: E731
         out, stats = plan.tensor_cores.accumulator(attend, acc_shape, _at(buffers.acc, wg))
         # Loaded here, the next item arrives while this one is stored.
         following = schedule.load_item(inputs.work, cta, jnp.minimum(index + 1, items - 1))
-        _store_tile(plan, outputs, buffers, barriers, work, out, softmax.finish(stats))
+        _store_tile(plan, outputs, buffers, barriers, work, out, _finish(plan, work, stats))
         return following, count + item.kv_end - item.kv_start
 
     lax.fori_loop(0, items, compute_tile, (first, jnp.int32(0)))
@@ -177,25 +185,31 @@ def _at(buffer: Ref | None, wg: jax.Array) -> Ref | None:
 
 def _work(plan: Plan, inputs: Inputs, wg: jax.Array, item: WorkItem, count: jax.Array) -> Work:
     config, spec = plan.config, plan.spec
+    of_batch = lambda part, arrays: tuple(x[item.batch] for x in arrays) if part.uses_batch else arrays  # noqa: E731
+    key = inputs.dropout_key
     return Work(
         wg=wg,
         item=item,
         q_base=item.qi * config.tile_q + wg * config.block_q,
         count=count,
-        scale=spec.scale if inputs.scale is None else inputs.scale[0],
         sink=None if inputs.sinks is None else inputs.sinks[item.head],
         q_offset=spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch],
-        mask=tuple(tuple(array[item.batch] for array in arrays) for arrays in inputs.mask),
+        scores=ScoreOperands(
+            scale=spec.scale if inputs.scale is None else inputs.scale[0],
+            score_mod=inputs.score_mod,
+            bias=inputs.bias,
+            mask=tuple(map(of_batch, spec.mask, inputs.mask)),
+            dropout_key=None if key is None else (key[0], key[1]),
+        ),
     )
 
 
-def _attend(
-    plan: Plan, buffers: Buffers, barriers: Barriers, work: Work, acc: Ref
-) -> tuple[jax.Array, softmax.RowStatistics]:
+def _attend(worker: Worker) -> tuple[jax.Array, softmax.RowStatistics]:
     """One query tile: O, not yet normalised, and its row statistics."""
+    plan, buffers, barriers, work, acc = worker
     item = work.item
     steps = item.kv_end - item.kv_start
-    step = functools.partial(_step, plan, buffers, barriers, work, acc)
+    step = functools.partial(_step, worker)
 
     plgpu.barrier_wait(barriers.q.produced.at[work.wg])
     state = step(jnp.int32(0), None, masked=plan.some_masked)
@@ -213,56 +227,40 @@ def _attend(
     return out, state.stats
 
 
-def _step(
-    plan: Plan,
-    buffers: Buffers,
-    barriers: Barriers,
-    work: Work,
-    acc: Ref,
-    step: jax.Array,
-    state: State | None,
-    *,
-    masked: bool,
-) -> State:
+def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool) -> State:
     """S(step), and O += P V of the step before (none before the first), then the softmax of S."""
-    config, tensor_cores = plan.config, plan.tensor_cores
+    plan, buffers, barriers, work, acc = worker
+    config, tensor_cores, units = plan.config, plan.tensor_cores, plan.units
     last = _slot(plan, work.count + step - 1)
-    products = functools.partial(_products, plan, buffers, barriers, work, acc, step, state)
+    products = functools.partial(_products, worker, step, state)
     shape = (config.block_q, config.block_kv)
     scores = tensor_cores.accumulator(products, shape, _at(buffers.scores, work.wg))
-    scores = _modify(plan, scores, work)
+    tile = TileScores(plan.spec, work.scores, _index(worker, step), tensor_cores)
+    if not plan.raw_scores:
+        scores = tile.logits(scores)
     if masked:
-        scores = _mask(plan, scores, work, step)
+        scores = tile.masked(scores, plan.shapes.kv_len if plan.shapes.kv_len % config.block_kv else None)
 
-    stats = softmax.initial_statistics(config.block_q, work.sink) if state is None else state.stats
-    m = softmax.new_maximum(stats, scores, plan.to_log2)
+    stats = softmax.initial_statistics(config.block_q) if state is None else state.stats
+    m = softmax.new_maximum(stats, scores, units)
     shift, sums = m, stats.l
-    if state is None and work.sink is not None:  # the accumulator is still zero, the sum is not
-        sums = sums * jnp.exp2(stats.shift - shift)
     if state is not None:
         rescale = _must_rescale(plan, m, stats)
         if rescale is not None:
             shift = lax.cond(rescale, lambda: m, lambda: stats.shift)
         tensor_cores.wait(0)
         plgpu.barrier_arrive(barriers.v.consumed.at[last])
-        out, sums = _rescaled(rescale, stats.shift - shift, tensor_cores.load(acc, pending=0), sums)
+        log2_alpha = units.log2(stats.shift - shift)
+        out, sums = _rescaled(rescale, log2_alpha, tensor_cores.load(acc, pending=0), sums)
         tensor_cores.store(acc, out)
-    p = softmax.probabilities(scores, shift, plan.to_log2)
+    p = softmax.probabilities(scores, shift, units)
     stats = softmax.RowStatistics(m, shift, sums + p.sum(axis=1))
-    return State(stats, lax.optimization_barrier(p.astype(plan.dtype)))
+    return State(stats, lax.optimization_barrier(tile.kept(p).astype(plan.dtype)))
 
 
-def _products(
-    plan: Plan,
-    buffers: Buffers,
-    barriers: Barriers,
-    work: Work,
-    acc: Ref,
-    step: jax.Array,
-    state: State | None,
-    s: Ref,
-) -> jax.Array:
+def _products(worker: Worker, step: jax.Array, state: State | None, s: Ref) -> jax.Array:
     """Issue S = Q K^T and O += P V back to back, wait for S only."""
+    plan, buffers, barriers, work, acc = worker
     wg, item, tensor_cores = work.wg, work.item, plan.tensor_cores
     slot, last = _slot(plan, work.count + step), _slot(plan, work.count + step - 1)
     plgpu.barrier_wait(barriers.k.produced.at[slot])
@@ -282,34 +280,33 @@ def _products(
     return scores
 
 
-def _modify(plan: Plan, scores: jax.Array, work: Work) -> jax.Array:
-    """From q.k to logits in natural units, unless the softmax takes q.k itself."""
-    if plan.raw_scores:
-        return scores
-    scores = scores * work.scale
-    return scores if plan.spec.soft_cap is None else softmax.soft_cap(scores, plan.spec.soft_cap)
-
-
-def _mask(plan: Plan, scores: jax.Array, work: Work, step: jax.Array) -> jax.Array:
-    index = tile_mask.TileIndex(
-        shape=scores.shape,
+def _index(worker: Worker, step: jax.Array) -> TileIndex:
+    config, work = worker.plan.config, worker.work
+    return TileIndex(
+        shape=(config.block_q, config.block_kv),
         batch=work.item.batch,
         head=work.item.head,
         q_base=work.q_base,
-        kv_base=_key_block(work.item, step) * plan.config.block_kv,
+        kv_base=_key_block(work.item, step) * config.block_kv,
         q_offset=work.q_offset,
     )
-    live = masks.allowed(plan.spec.mask, work.mask, index)
-    if plan.shapes.kv_len % plan.config.block_kv:
-        inside = index.kv_pos < plan.shapes.kv_len
-        live = inside if live is None else live & inside
-    return jnp.where(live, scores, -jnp.inf)
+
+
+def _finish(plan: Plan, work: Work, stats: softmax.RowStatistics) -> softmax.FinalStatistics:
+    if work.sink is None:
+        final = softmax.finish(stats, plan.units)
+    else:
+        final = softmax.finish_with_sink(stats, plan.units, work.sink)
+        if not plan.spec.return_max_logit:  # else `run` does it, after it has taken the maximum of the keys
+            final = final._replace(m=jnp.maximum(final.m, work.sink))
+    keep = 1 - plan.spec.dropout_rate
+    return final if keep == 1 else final._replace(normalizer=final.normalizer / keep)
 
 
 def _must_rescale(plan: Plan, m: jax.Array, stats: softmax.RowStatistics) -> jax.Array | None:
     """Whether some maximum has run ahead of its row's shift by more than the threshold; None: always rescale."""
     threshold = plan.config.rescale_threshold
-    return plan.tensor_cores.any_row(m - stats.shift > threshold) if threshold > 0 else None
+    return plan.tensor_cores.any_row(plan.units.log2(m - stats.shift) > threshold) if threshold > 0 else None
 
 
 def _rescaled(

@@ -13,6 +13,7 @@ from pallas_flash.kernels import barriers as bar
 from pallas_flash.kernels import matmul, memory, softmax
 from pallas_flash.kernels.sm90.config import ForwardConfig
 from pallas_flash.kernels.sm90.schedule import WorkItem
+from pallas_flash.kernels.tile_scores import ScoreOperands
 from pallas_flash.spec import LOG2E, AttentionSpec, Shapes
 
 Ref = Any
@@ -28,7 +29,10 @@ class Inputs(NamedTuple):
     scale: Ref | None  # [1]
     sinks: Ref | None  # [N]
     q_offset: Ref | None  # [B]
-    mask: tuple[tuple[Ref, ...], ...]  # of parts that have one int32 a batch element
+    score_mod: tuple[Ref, ...]  # these as in spec.Operands
+    bias: Ref | None
+    mask: tuple[tuple[Ref, ...], ...]
+    dropout_key: Ref | None
 
 
 class Buffers(NamedTuple):
@@ -63,10 +67,19 @@ class Work(NamedTuple):
     item: WorkItem
     q_base: jax.Array
     count: jax.Array  # key blocks of the items before
-    scale: Any
     sink: jax.Array | None
     q_offset: Any
-    mask: tuple[tuple[jax.Array, ...], ...]
+    scores: ScoreOperands
+
+
+class Worker(NamedTuple):
+    """One compute warpgroup with its work, and everything that it works with."""
+
+    plan: Plan
+    buffers: Buffers
+    barriers: Barriers
+    work: Work
+    acc: Ref  # O, not yet normalised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +91,7 @@ class Plan:
     dtype: Any
     config: ForwardConfig
     tensor_cores: matmul.TensorCores
+    any_logits: bool  # a bias or a score_mod may make them as large as float32 goes
 
     @property
     def some_masked(self) -> bool:
@@ -86,12 +100,15 @@ class Plan:
     @property
     def raw_scores(self) -> bool:
         """Whether the softmax works on q.k itself, with the scale folded into its exponent: a monotonic map."""
-        return self.spec.scale is not None and self.spec.scale > 0 and self.spec.soft_cap is None
+        spec = self.spec
+        return spec.scale is not None and spec.scale > 0 and spec.soft_cap is None and not self.any_logits
 
     @property
-    def to_log2(self) -> float:
-        """From scores to logits in base 2."""
-        return self.spec.scale * LOG2E if self.raw_scores else LOG2E
+    def units(self) -> softmax.Units:
+        """Of the row maxima."""
+        if self.any_logits:
+            return softmax.Units(1.0, LOG2E)
+        return softmax.Units(self.spec.scale * LOG2E if self.raw_scores else LOG2E)
 
 
 def buffers(plan: Plan) -> Buffers:

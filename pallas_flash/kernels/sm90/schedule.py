@@ -15,6 +15,7 @@ import numpy as np
 
 from pallas_flash import tile_ranges
 from pallas_flash.kernels.sm90.config import ForwardConfig
+from pallas_flash.masks import Segments
 from pallas_flash.spec import AttentionSpec, Operands, Shapes
 
 TILE_OVERHEAD = 1.0  # what a query tile costs besides its key blocks, in key blocks: fill, drain and store
@@ -41,7 +42,7 @@ def work_items(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -
     costs, ids, counts = _assignment(spec, shapes, config)
     tiles = costs.shape[0]
     batch, head, qi = ids // (shapes.num_q_heads * tiles), ids // tiles % shapes.num_q_heads, ids % tiles
-    dynamic = any(operands.mask) or spec.q_offset is None
+    dynamic = spec.q_offset is None or any(part.uses_batch or isinstance(part, Segments) for part in spec.mask)
     xp: Any = jnp if dynamic else np
     if dynamic:
         ranges = tile_ranges.dynamic_ranges(spec, operands, config.tile_q, config.block_kv)

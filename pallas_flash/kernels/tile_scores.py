@@ -1,0 +1,112 @@
+"""From raw q.k to masked logits and kept weights, on a tile in registers; the same mathematics as `scores.py`.
+
+The tile has queries as rows and keys as columns, or the other way round (`TileIndex.transposed`): forward and backward
+kernels share this. What an element needs of a larger array is gathered from device memory into its own register.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import dropout, masks
+from pallas_flash.kernels import softmax, tile_function
+from pallas_flash.kernels.matmul import TensorCores
+from pallas_flash.kernels.tile_mask import TileIndex
+from pallas_flash.spec import AttentionSpec
+
+Ref = Any
+
+
+class ScoreOperands(NamedTuple):
+    """What logits are made from beside q and k; what is absent is None (or empty). References are to device memory."""
+
+    scale: Any  # a number, or a scalar
+    score_mod: tuple[Ref, ...] = ()
+    bias: Ref | None = None  # [1|B, 1|N, 1|T, 1|S]
+    mask: tuple[tuple[Any, ...], ...] = ()  # of a part with one int32 a batch element: this element's; else references
+    dropout_key: tuple[jax.Array, jax.Array] | None = None
+
+
+class TileScores(NamedTuple):
+    """Everything that the scores of one tile depend on."""
+
+    spec: AttentionSpec
+    operands: ScoreOperands
+    index: TileIndex
+    tensor_cores: TensorCores
+
+    def logits(self, scores: jax.Array) -> jax.Array:
+        """soft_cap(score_mod(scale * q.k)) + bias, in natural units, of scores = q.k."""
+        spec, operands = self.spec, self.operands
+        scores = scores * operands.scale
+        if spec.score_mod is not None:
+            scores = self._call(spec.score_mod, operands.score_mod, lambda: scores)
+        if spec.soft_cap is not None:
+            scores = softmax.soft_cap(scores, spec.soft_cap)
+        if operands.bias is None:
+            return scores
+        bias = self._take(operands.bias).astype(jnp.float32)
+        # -inf says "not allowed", whatever stands in q or k there.
+        return jnp.where(bias == -jnp.inf, -jnp.inf, scores + bias)
+
+    def masked(self, scores: jax.Array, kv_len: int | None) -> jax.Array:
+        """-inf where the mask forbids a pair. kv_len: and for keys from there on."""
+        allowed = [self._allowed(part, arrays) for part, arrays in zip(self.spec.mask, self.operands.mask, strict=True)]
+        if kv_len is not None:
+            allowed.append(self.index.kv_pos < kv_len)
+        return jnp.where(functools.reduce(jnp.logical_and, allowed), scores, -jnp.inf)
+
+    def kept(self, weights: jax.Array) -> jax.Array:
+        """The softmax weights that dropout keeps, not yet divided by 1 - rate; 0 elsewhere."""
+        if self.operands.dropout_key is None:
+            return weights
+        keep = dropout.keep(self.operands.dropout_key, self.index, self.spec.dropout_rate)
+        return jnp.where(keep, weights, 0.0)
+
+    def _allowed(self, part: masks.Part, arrays: tuple[Any, ...]) -> jax.Array:
+        index = self.index
+        match part:
+            case masks.Segments():
+                q_ids, kv_ids = (
+                    index.spread(self._line(ids, axis), axis)
+                    for ids, axis in zip(arrays, (index.q_axis, index.kv_axis), strict=True)
+                )
+                return q_ids == kv_ids
+            case masks.Dense():
+                return self._take(arrays[0])
+            case masks.Predicate():
+                return self._call(part.function, arrays)
+        return part.allowed(arrays, index)
+
+    def _line(self, ids: Ref, axis: int) -> jax.Array:
+        """One value for each row or column of the tile, of an array [B, rows]."""
+        place = self.index.batch, self.index.rows_of(axis, ids.shape[1])
+        return self.tensor_cores.gather(ids, place, self.index.layout(axis))
+
+    def _take(self, array: Ref) -> jax.Array:
+        """The tile's part of an array [1|B, 1|N, 1|T, 1|S], as a tile."""
+        index = self.index
+        batch, head = (x if size > 1 else 0 for x, size in zip((index.batch, index.head), array.shape[:2], strict=True))
+        sizes = ((index.q_axis, array.shape[2]), (index.kv_axis, array.shape[3]))
+        lines = {axis: index.rows_of(axis, size) for axis, size in sizes if size > 1}
+        layout = plgpu.Layout.WGMMA
+        if len(lines) == 1:
+            layout = index.layout(*lines)
+        elif len(lines) == 2:
+            lines = {axis: index.spread(line, axis) for axis, line in lines.items()}
+        place = (batch, head, lines.get(index.q_axis, 0), lines.get(index.kv_axis, 0))
+        value = self.tensor_cores.gather(array, place, layout)
+        return value if len(lines) == 2 else lax.broadcast_in_dim(value, index.shape, tuple(lines))
+
+    def _call(self, function: Any, captures: tuple[Ref, ...], *first: Any) -> jax.Array:
+        index = self.index
+        place = [functools.partial(getattr, index, name) for name in ("batch", "head", "q_pos", "kv_pos")]
+        gather = functools.partial(self.tensor_cores.gather, layout=plgpu.Layout.WGMMA)
+        value = tile_function.evaluate(function, captures, (*first, *place), gather)
+        return lax.broadcast_in_dim(value, index.shape, ()) if jnp.ndim(value) == 0 else value
