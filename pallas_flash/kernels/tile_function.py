@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
 from pallas_flash.elementwise import Elementwise
 from pallas_flash.spec import LN2, LOG2E
@@ -117,9 +118,30 @@ NESTED = ("jit", "pjit", "closed_call", "custom_jvp_call")
 WINDOWS = ("slice", "dynamic_slice", "squeeze")
 
 
-def obstacle(function: Elementwise) -> str | None:
+def obstacle(function: Elementwise | Derivative) -> str | None:
     """Why the kernel cannot compute this function, in words; None if it can."""
     return _obstacle(function.jaxpr)
+
+
+class Derivative(NamedTuple):
+    """A program with the same arguments as an `Elementwise`."""
+
+    jaxpr: Any  # its constants come as its first arguments
+
+
+@functools.lru_cache(maxsize=64)
+def derivative(function: Elementwise) -> Derivative:
+    """Of a `score_mod`'s value by the score."""
+    jaxpr = function.jaxpr
+
+    def slope(captures: list[Any], score: Any, *place: Any) -> Any:
+        value = lambda score: jaxpr_as_fun(ClosedJaxpr(jaxpr, captures))(score, *place)[0]  # noqa: E731
+        return jax.jvp(value, (score,), (jnp.ones_like(score),))[1]
+
+    shape = lambda var: jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)  # noqa: E731
+    traced = jax.make_jaxpr(slope)([shape(x) for x in jaxpr.constvars], *(shape(x) for x in jaxpr.invars))
+    assert not traced.consts, "what it captures are its arguments"
+    return Derivative(traced.jaxpr)
 
 
 def _obstacle(jaxpr: Any) -> str | None:
@@ -160,7 +182,9 @@ def _inner(equation: Any) -> Any:
     return equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
 
 
-def evaluate(function: Elementwise, captures: Sequence[Any], args: Sequence[Callable[[], Any]], gather: Gather) -> Any:
+def evaluate(
+    function: Elementwise | Derivative, captures: Sequence[Any], args: Sequence[Callable[[], Any]], gather: Gather
+) -> Any:
     """The function's value, a tile or a scalar. An argument is called if something reads it: what nobody reads must not
     be there, as Mosaic finds no layout for it."""
     windows = [Window.whole(source) for source in captures]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import tile_ranges
-from pallas_flash.kernels.sm90.backward_config import TILE_KV, BackwardConfig
+from pallas_flash.kernels.sm90.backward_config import BackwardConfig
 from pallas_flash.spec import AttentionSpec, Operands, Shapes
 
 TILE_OVERHEAD = 1.0  # what a key tile costs besides its query blocks, in query blocks
@@ -44,13 +44,13 @@ def work_items(spec: AttentionSpec, operands: Operands, config: BackwardConfig) 
     dynamic = any(operands.mask) or spec.q_offset is None
     xp: Any = jnp if dynamic else np
     if dynamic:
-        ranges = tile_ranges.dynamic_ranges(spec, operands, config.block_q, TILE_KV, of="kv")
+        ranges = tile_ranges.dynamic_ranges(spec, operands, config.block_q, config.block_kv, of="kv")
     else:
-        ranges = tile_ranges.static_ranges(spec, shapes, config.block_q, TILE_KV, of="kv")
+        ranges = tile_ranges.static_ranges(spec, shapes, config.block_q, config.block_kv, of="kv")
         ranges = tile_ranges.TileRanges(*(np.atleast_2d(x) for x in ranges))
     start, end, full_start, full_end = (x[batch if x.shape[0] > 1 else 0, ki] for x in ranges)
     # Keys behind the last one must be masked: exp2(0 - lse) of theirs may be infinite.
-    cut_off = ki == (tiles - 1 if shapes.kv_len % TILE_KV else tiles)
+    cut_off = ki == (tiles - 1 if shapes.kv_len % config.block_kv else tiles)
     full_start, full_end = (xp.where(cut_off, end, x) for x in (full_start, full_end))
     item = WorkItem(batch, kv_head, ki, start, end, full_start, full_end)
     fields = (*item, np.broadcast_to(counts[:, None], ids.shape))
@@ -60,7 +60,7 @@ def work_items(spec: AttentionSpec, operands: Operands, config: BackwardConfig) 
 @functools.lru_cache(maxsize=64)
 def _assignment(spec: AttentionSpec, shapes: Shapes, config: BackwardConfig) -> tuple[int, np.ndarray, np.ndarray]:
     """Key tiles; tile ids [CTAs, most items], (batch * key heads + key head) * tiles + tile; items of each CTA."""
-    ranges = tile_ranges.static_ranges(spec, shapes, config.block_q, TILE_KV, of="kv")
+    ranges = tile_ranges.static_ranges(spec, shapes, config.block_q, config.block_kv, of="kv")
     costs = (ranges.end - ranges.start) * shapes.q_heads_per_kv_head + TILE_OVERHEAD
     longest_first = np.argsort(-costs, kind="stable")
     tiles, heads = len(costs), shapes.batch * shapes.num_kv_heads
