@@ -19,13 +19,20 @@ from pallas_flash import masks, xla
 from pallas_flash.kernels.sm90 import backward_pass
 from pallas_flash.kernels.sm90.backward_config import BackwardConfig
 from pallas_flash.spec import AttentionSpec, Cotangents, Gradients, Operands
-from tests.test_interpret import failure, operands_of, races_found
+from tests.test_interpret import failure, operands_of, races_found, score_mod
 
 ROOT = Path(__file__).parent.parent
 CAUSAL = masks.Band(None, 0)
 COLUMNS = BackwardConfig(unroll=2)
 BY_ROWS = BackwardConfig(block_q=128)
+SHARED = BackwardConfig(block_kv=64, dout_stages=1)
 TOLERANCE = 4e-3  # of bfloat16, relative to the gradient's norm
+
+rng = np.random.default_rng(1)
+DOCUMENTS = jnp.asarray(np.sort(rng.integers(0, 3, (1, 128)), 1), jnp.int32)
+TABLE = jnp.asarray(rng.integers(1, 4, 5))
+SIGMOID = score_mod(lambda s, b, h, q, k: TABLE[(q + k) % 5] * s / (1 + jnp.exp(-s)))
+STRIPES = masks.predicate(lambda b, h, q, k: (q // 3 + k) % 5 != 0)
 
 
 def both(
@@ -87,6 +94,27 @@ CASES = {
             mask=((jnp.array([30, 150]),), (), (jnp.array([70, 128]),), (jnp.array([150, 192]),)),
         ),
         BY_ROWS,
+    ),
+    "shared keys: score_mod, soft cap, segments, dropout": (
+        AttentionSpec(0.1, (masks.Segments(),), soft_cap=4.0, score_mod=SIGMOID["spec"], dropout_rate=0.2),
+        operands_of(
+            1, 128, 128, 1, 1, (200, 136), mask=((DOCUMENTS, DOCUMENTS),), score_mod=SIGMOID["operands"],
+            dropout_key=jnp.array([7, 2**32 - 5], jnp.uint32),
+        ),
+        SHARED,
+    ),
+    "dropout, a predicate, a dense mask": (
+        AttentionSpec(0.125, (*STRIPES.parts, masks.Dense()), dropout_rate=0.2),
+        operands_of(
+            1, 128, 128, 1, 1, (64, 64), mask=(*STRIPES.arrays, (jnp.asarray(rng.random((1, 1, 128, 128)) < 0.8),)),
+            dropout_key=jnp.array([1, 2], jnp.uint32),
+        ),
+        BY_ROWS,
+    ),
+    "shared keys: causal, grouped heads": (
+        AttentionSpec(0.07, (CAUSAL,)),
+        operands_of(1, 130, 128, 2, 1, (256, 256)),
+        dataclasses.replace(SHARED, num_ctas=1),
     ),
 }  # fmt: skip
 
