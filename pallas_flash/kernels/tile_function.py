@@ -108,7 +108,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "square": lambda x: x * x,
     "integer_pow": lambda x, *, y: _power(x, y),
     "is_finite": lambda x: jnp.abs(x) < lax.full(x.shape, jnp.inf, x.dtype),
-    "add_any": lax.add,  # of derivatives
+    "add_any": lax.add,  # this and the next occur in derivatives
+    "one_minus_square": lambda x, **_: 1 - x * x,
     "stop_gradient": lambda x: x,
     "copy": lambda x: x,
     "pvary": lambda x, **_: x,

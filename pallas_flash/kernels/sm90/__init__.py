@@ -1,4 +1,6 @@
-"""Hopper (compute capability 9.0): TMA, wgmma, warp-specialised. The backward pass is that of `xla`.
+"""Hopper (compute capability 9.0): TMA, wgmma, warp-specialised.
+
+The gradients of calls with deterministic=True, a bias, or a score_mod that captures floating arrays are those of `xla`.
 
 A tile that a mask hides in part is multiplied with weights of 0: NaN or Inf in a row of v that is hidden there reaches
 the tile's queries as 0 * NaN. Tiles that are hidden as a whole are never read. Hence no key lengths and no segments,
@@ -16,17 +18,16 @@ import jax.numpy as jnp
 
 from pallas_flash import xla
 from pallas_flash.kernels import tile_function
+from pallas_flash.kernels.sm90 import backward_pass
 from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, ForwardConfig, padded_head_dims
 from pallas_flash.masks import Dense, Predicate, Segments
-from pallas_flash.spec import AttentionSpec, Forward, Operands
+from pallas_flash.spec import AttentionSpec, Cotangents, Forward, Gradients, Operands, Residuals
 from pallas_flash.tuning import cache
 
 NAME = "sm90"
 MAX_HEAD_DIM = 256
 MAX_ITEMSIZE = 4  # of the elements of arrays that scores depend on
 MAX_ROWS = 2**31  # of all batch elements and heads: row statistics with larger offsets have not been proven right
-
-backward = xla.backward
 
 
 def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
@@ -60,6 +61,16 @@ def forward(
     config = config or _config(spec, operands)
     assert config is not None, "unsupported() refuses what has no tiles"
     return run(spec, operands, config, interpret=interpret)
+
+
+def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Gradients:
+    """By the kernel; what that cannot compute, as `xla` does."""
+    kind = mask_class(spec, operands)
+    if backward_pass.obstacle(spec, operands, kind) is not None:
+        return xla.backward(spec, operands, residuals, cotangents)
+    config = backward_pass.tuned_config(spec, operands, kind)
+    assert config is not None, "obstacle() names what has no tiles"
+    return backward_pass.backward(spec, operands, residuals, cotangents, config=config)
 
 
 def _function_obstacle(spec: AttentionSpec) -> str | None:

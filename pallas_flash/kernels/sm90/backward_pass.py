@@ -10,8 +10,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_flash.kernels import tile_function
 from pallas_flash.kernels.sm90.backward_config import BackwardConfig
+from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES
 from pallas_flash.spec import LOG2E, AttentionSpec, Cotangents, Gradients, Operands, Residuals
+from pallas_flash.tuning import cache
+
+
+def obstacle(spec: AttentionSpec, operands: Operands, mask_class: str) -> str | None:
+    """Why the kernel cannot compute the gradients of a call that the forward kernel takes, in words; None if it can."""
+    if spec.deterministic:
+        return "deterministic=True: the order in which it sums dQ is not fixed"
+    if operands.bias is not None:
+        return "a bias: it does not compute its gradient"
+    if any(jnp.issubdtype(array.dtype, jnp.floating) for array in operands.score_mod):
+        return "floating arrays that score_mod captures: it does not compute their gradients"
+    if spec.score_mod is not None:
+        problem = tile_function.obstacle(tile_function.derivative(spec.score_mod))
+        if problem is not None:
+            return f"the derivative of score_mod uses {problem}, which it cannot compute"
+    if tuned_config(spec, operands, mask_class) is None:
+        return f"no tiles for head dims {operands.shapes.head_dim} and {operands.shapes.value_head_dim}"
+    return None
+
+
+def tuned_config(spec: AttentionSpec, operands: Operands, mask_class: str) -> BackwardConfig | None:
+    """The tuned entry of the nearest case that fits into registers and shared memory."""
+    dims = operands.shapes.head_dim, operands.shapes.value_head_dim
+    slopes = spec.soft_cap is not None or spec.score_mod is not None or spec.dropout_rate > 0
+    for entry in cache.nearest("sm90_backward", cache.Case(*dims, operands.q.dtype.name, mask_class)):
+        config = BackwardConfig(**entry)
+        padded, itemsize = config.padded(*dims), operands.q.dtype.itemsize
+        needed = config.shared_bytes(padded, itemsize, slopes=slopes, maximum=any_logits(spec, operands))
+        if config.fits(*dims) and needed <= MAX_SHARED_BYTES:
+            return config
+    return None
+
+
+def any_logits(spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether a bias or a score_mod may make logits as large as float32 goes."""
+    return spec.score_mod is not None or operands.bias is not None
 
 
 def backward(
@@ -20,16 +58,15 @@ def backward(
     residuals: Residuals,
     cotangents: Cotangents,
     *,
-    config: BackwardConfig | None = None,
+    config: BackwardConfig,
     interpret: Any = None,
 ) -> Gradients:
-    """config: other tiles than the tuned ones. interpret: `plgpu.InterpretGPUParams`, to run on a CPU, interpreted."""
+    """interpret: `plgpu.InterpretGPUParams`, to run on a CPU, interpreted."""
     from pallas_flash.kernels.sm90 import backward_kernel  # Pallas loads when it is needed
     from pallas_flash.kernels.sm90.backward_plan import Rows
 
-    config = config or BackwardConfig()
-    any_logits = spec.score_mod is not None or operands.bias is not None
-    lse_log2, delta, m = prepare_rows(residuals, cotangents, config.block_q, any_logits=any_logits)
+    block_q = config.block_q
+    lse_log2, delta, m = prepare_rows(residuals, cotangents, block_q, natural=any_logits(spec, operands))
     rows = Rows(lse_log2, delta, m)
     dq, dk, dv = backward_kernel.run(spec, operands, cotangents.out, rows, config, interpret=interpret)
     scale, dscale = spec.scale, None
@@ -45,19 +82,19 @@ def backward(
 
 
 def prepare_rows(
-    residuals: Residuals, cotangents: Cotangents, block_q: int, *, any_logits: bool
+    residuals: Residuals, cotangents: Cotangents, block_q: int, *, natural: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """`backward_plan.Rows`. Usually m and l become one number; not where logits may be so large that it would lose
-    what log2(l) adds to it."""
+    """`backward_plan.Rows`. Usually m and l become one number; not (natural=True) where logits may be so large that the
+    sum would lose log2(l)."""
     out, m, l = residuals  # noqa: E741
     dead = l == 0
     product = out.astype(jnp.float32) * cotangents.out.astype(jnp.float32)
     delta = jnp.where(dead, 0, jnp.swapaxes(product.sum(-1), 1, 2) - cotangents.lse)
     m = jnp.where(dead, 0, m)
-    lse_log2 = jnp.where(dead, jnp.inf, jnp.log2(jnp.where(dead, 1, l)) + (0 if any_logits else m * LOG2E))
+    lse_log2 = jnp.where(dead, jnp.inf, jnp.log2(jnp.where(dead, 1, l)) + (0 if natural else m * LOG2E))
     missing = ((0, 0), (0, 0), (0, -m.shape[-1] % block_q))
     return (
         jnp.pad(lse_log2, missing, constant_values=jnp.inf),
         jnp.pad(delta, missing),
-        jnp.pad(m, missing) if any_logits else None,
+        jnp.pad(m, missing) if natural else None,
     )
