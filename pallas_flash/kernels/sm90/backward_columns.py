@@ -102,6 +102,7 @@ def _make_ds(worker: Worker, block: Block) -> None:
     tensor_cores.start(worker.dv, buffers.p.at[block.parity], own_dout)
     source = buffers.p.at[block.parity] if buffers.slopes is None else buffers.slopes
     p = plgpu.load(source, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    plgpu.barrier_wait(barriers.delta_produced.at[block.dout_slot])
     delta = tile_.load_columns(buffers.rows.delta.at[block.dout_slot])
     buffers.ds[0] = tile_.dlogits(worker, block, tile, p, dp, delta).astype(plan.dtype)
     plgpu.barrier_wait(barriers.q.produced.at[block.q_slot])

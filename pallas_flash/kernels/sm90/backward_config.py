@@ -23,6 +23,7 @@ class BackwardConfig:
     num_stages: int = 2  # buffers for blocks of queries
     dout_stages: int = 2  # and for their output's cotangents
     unroll: int = 1  # unmasked blocks a loop's body: with 2 the tensor cores do not run dry between them
+    ds_in_registers: bool = True  # for dK, where block_kv is 128; else it takes dS from shared memory, as dQ does
     head_group: int = 1  # heads whose tiles are worked on together, those with the most queries first
     num_ctas: int | None = None  # persistent CTAs; None: one for each work item
 

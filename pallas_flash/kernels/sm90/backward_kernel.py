@@ -157,8 +157,10 @@ def _query_block(item: WorkItem, step: jax.Array) -> jax.Array:
 def _copy_warpgroup(plan: Plan, refs: Refs) -> None:
     inputs, _, buffers, barriers = refs
     config = plan.config
-    to_q = ((inputs.q, buffers.q), (inputs.rows.lse_log2, buffers.rows.lse_log2), (inputs.rows.m, buffers.rows.m))
-    to_dout = ((inputs.dout, buffers.dout), (inputs.rows.delta, buffers.rows.delta))
+    rows, rows_smem = inputs.rows, buffers.rows
+    to_q, to_dout = barriers.q.produced, barriers.dout.produced
+    with_q = (inputs.q, buffers.q, to_q), (rows.lse_log2, rows_smem.lse_log2, to_q), (rows.m, rows_smem.m, to_q)
+    with_dout = (inputs.dout, buffers.dout, to_dout), (rows.delta, rows_smem.delta, barriers.delta_produced)
 
     def copy_item(item: WorkItem, count: jax.Array) -> jax.Array:
         keys = pl.ds(item.ki * config.block_kv, config.block_kv)
@@ -168,17 +170,17 @@ def _copy_warpgroup(plan: Plan, refs: Refs) -> None:
 
         def copy_head(head: jax.Array, count: jax.Array) -> jax.Array:
             def copy_step(step: jax.Array, _: None) -> None:
-                rows = pl.ds(_query_block(item, step) * config.block_q, config.block_q)
-                for copies, handshake, stages in (
-                    (to_q, barriers.q, config.num_stages),
-                    (to_dout, barriers.dout, config.dout_stages),
+                qs = pl.ds(_query_block(item, step) * config.block_q, config.block_q)
+                for copies, consumed, stages in (
+                    (with_q, barriers.q.consumed, config.num_stages),
+                    (with_dout, barriers.dout.consumed, config.dout_stages),
                 ):
                     slot = _slot(count + step, stages)
-                    plgpu.barrier_wait(handshake.consumed.at[slot])
-                    for source, buffer in copies:
+                    plgpu.barrier_wait(consumed.at[slot])
+                    for source, buffer, produced in copies:
                         if source is not None:
-                            place = (item.batch, rows, head) if len(source.shape) == 4 else (item.batch, head, rows)
-                            plgpu.copy_gmem_to_smem(source.at[place], buffer.at[slot], handshake.produced.at[slot])
+                            place = (item.batch, qs, head) if len(source.shape) == 4 else (item.batch, head, qs)
+                            plgpu.copy_gmem_to_smem(source.at[place], buffer.at[slot], produced.at[slot])
 
             steps = item.q_end - item.q_start
             lax.fori_loop(0, steps, copy_step, None)

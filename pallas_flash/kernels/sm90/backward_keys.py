@@ -27,8 +27,7 @@ def step(worker: Worker, block: Block, undrained: Block | None = None) -> None:
     """One block of queries. The last product of `undrained`, the block before, is still in flight."""
     plan, refs, wg = worker.plan, worker.refs, worker.wg
     tensor_cores, (_, _, buffers, barriers) = plan.tensor_cores, refs
-    p, ds = _weights(worker, block, undrained)
-    tensor_cores.start(worker.dv, p, buffers.dout.at[block.dout_slot])
+    ds = _make_ds(worker, block, undrained)
     buffers.ds[block.parity, _own_keys(wg)] = ds
     tile_.meet(refs)
     (chunk,) = plan.config.dq_chunks(wg, plan.shapes.head_dim)
@@ -37,7 +36,8 @@ def step(worker: Worker, block: Block, undrained: Block | None = None) -> None:
     def dq_product(acc: Ref) -> jax.Array:
         own_ds = buffers.ds.at[block.parity, :, pl.ds(row, BLOCK)].transpose((1, 0))
         tensor_cores.start(acc, own_ds, buffers.k.at[block.zero, :, pl.ds(column, columns)])
-        tensor_cores.start(worker.dk, ds, buffers.q.at[block.q_slot])
+        dk_ds = ds if plan.config.ds_in_registers else buffers.ds.at[block.parity, _own_keys(wg)]
+        tensor_cores.start(worker.dk, dk_ds, buffers.q.at[block.q_slot])
         return tensor_cores.load(acc, pending=1)
 
     dq = tensor_cores.accumulator(dq_product, (BLOCK, columns), worker.accumulators.dq[0])
@@ -48,8 +48,8 @@ def step(worker: Worker, block: Block, undrained: Block | None = None) -> None:
         plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
 
 
-def _weights(worker: Worker, block: Block, undrained: Block | None) -> tuple[jax.Array, jax.Array]:
-    """P^T as dropout leaves it and dS^T, 16-bit. dS is the gradient of scale * q.k: the scale comes at the end."""
+def _make_ds(worker: Worker, block: Block, undrained: Block | None) -> jax.Array:
+    """dS^T, 16-bit: the gradient of scale * q.k, as the scale comes at the end. dV += P^T dO is on its way."""
     plan, (_, _, buffers, barriers), own = worker.plan, worker.refs, _own_keys(worker.wg)
     tensor_cores, shape = plan.tensor_cores, (BLOCK, plan.config.block_q)
     tile = tile_.tile_scores(worker, block)
@@ -68,13 +68,25 @@ def _weights(worker: Worker, block: Block, undrained: Block | None) -> tuple[jax
         if undrained is not None:
             plgpu.barrier_arrive(barriers.q.consumed.at[undrained.q_slot])
         p, derivative = tile_.weights(worker, block, tile, scores)
-        # Only now, as registers are short.
+        # Only now, as registers are short. ptxas moves nothing over the branch of a wait: without it, most exponentials
+        # would come after the wait for dP instead of beside its product.
         p, delta_slot = lax.optimization_barrier((p, block.dout_slot))
+        plgpu.barrier_wait(barriers.delta_produced.at[delta_slot])
         delta = tile_.load_columns(buffers.rows.delta.at[delta_slot])
-        ds = tile_.dlogits(worker, block, tile, p, tensor_cores.load(dp, pending=0), delta)
+        dp_value = tensor_cores.load(dp, pending=0)
+        if not plan.config.ds_in_registers:  # then dV need not wait for dS to become 16-bit
+            start_dv(tile.kept(p))
+        ds = tile_.dlogits(worker, block, tile, p, dp_value, delta)
         if derivative is not None:
             ds = tile_.times(ds, derivative)
-        return lax.optimization_barrier((tile.kept(p).astype(plan.dtype), ds.astype(plan.dtype)))
+        if plan.config.ds_in_registers:
+            p, ds = lax.optimization_barrier((tile.kept(p).astype(plan.dtype), ds.astype(plan.dtype)))
+            start_dv(p)
+        return ds.astype(plan.dtype)
+
+    def start_dv(p: jax.Array) -> None:
+        p = lax.optimization_barrier(p.astype(plan.dtype))
+        tensor_cores.start(worker.dv, p, buffers.dout.at[block.dout_slot])
 
     # Waits come before an accumulator's scope: where the product follows at once, its zeros need no instructions.
     plgpu.barrier_wait(barriers.q.produced.at[block.q_slot])

@@ -81,7 +81,8 @@ class Barriers(NamedTuple):
     k: bar.Handshake
     v: bar.Handshake
     q: bar.Handshake  # with lse_log2 and m
-    dout: bar.Handshake  # with delta
+    dout: bar.Handshake
+    delta_produced: Ref  # it is consumed with dout
     meeting: Ref  # of the compute warpgroups
 
 
@@ -206,7 +207,8 @@ def barriers(plan: Plan) -> Barriers:
         k=bar.handshake(1, COMPUTE_WGS),
         v=bar.handshake(1, COMPUTE_WGS),
         q=_handshake_of_copies(config.num_stages, 3 if plan.any_logits else 2),
-        dout=_handshake_of_copies(config.dout_stages, 2),
+        dout=_handshake_of_copies(config.dout_stages, 1),
+        delta_produced=plgpu.Barrier(num_barriers=config.dout_stages),
         meeting=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
     )
 
