@@ -13,6 +13,9 @@ from pallas_flash import explain, flash_attention, masks
 
 pytestmark = pytest.mark.gpu
 
+SLOPES = 2.0 ** -np.arange(1, 5, dtype=np.float32)
+IDS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (2, 300)), axis=-1), jnp.int32)
+
 CALLS: dict[str, tuple[tuple[int, int, int, int, int, int, int], dict[str, Any]]] = {
     "full": ((2, 256, 384, 4, 4, 128, 128), {}),
     "causal, odd lengths, grouped": ((2, 333, 517, 6, 2, 64, 64), {"is_causal": True}),
@@ -25,6 +28,25 @@ CALLS: dict[str, tuple[tuple[int, int, int, int, int, int, int], dict[str, Any]]
         (2, 300, 300, 2, 2, 64, 64),
         {"mask": masks.chunked(77) & masks.lengths(query=[300, 5])},
     ),
+    "segments, key lengths": (
+        (2, 300, 300, 4, 2, 128, 128),
+        {"is_causal": True, "segment_ids": IDS, "key_value_seq_lengths": jnp.array([300, 77])},
+    ),
+    "bias, mask": (
+        (1, 200, 300, 4, 4, 64, 64),
+        {
+            "bias": jnp.sin(jnp.arange(4 * 300.0)).reshape(1, 4, 1, 300),
+            "mask": jnp.arange(300) % 5 != jnp.arange(200)[:, None] % 7,
+        },
+    ),
+    "slopes, documents": (
+        (2, 300, 300, 4, 2, 128, 128),
+        {
+            "score_mod": lambda s, b, h, q, k: s + jnp.asarray(SLOPES)[h] * (k - q),
+            "mask": masks.causal() & masks.predicate(lambda b, h, q, k: IDS[b, q] == IDS[b, k]),
+        },
+    ),
+    "dropout": ((1, 300, 300, 2, 2, 128, 128), {"dropout_rate": 0.2, "dropout_key": jax.random.key(3)}),
 }
 
 
@@ -94,16 +116,15 @@ def test_sm90_equals_standard_attention(on_hopper: None, name: str, dtype: Any) 
 
 def test_sm90_refuses_by_name(on_hopper: None) -> None:
     (q, k, v), _, _ = inputs((1, 64, 64, 2, 2, 64, 64), jnp.bfloat16)
-    bias = jnp.zeros((1, 1, 64, 64))
-    with pytest.raises(NotImplementedError, match="bias"):
-        flash_attention(q, k, v, bias, implementation="sm90")
+    with pytest.raises(NotImplementedError, match="score_mod uses the operation sin,"):
+        flash_attention(q, k, v, score_mod=lambda s, *place: jnp.sin(s), implementation="sm90")
     assert explain(q, k, v).chosen == "xla"
     assert explain(q, k, v, implementation="sm90").chosen == "sm90"
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_xla_on_a_gpu(dtype: Any) -> None:
-    """The path that calls take by themselves, with the features that kernels refuse."""
+    """The path that calls take by themselves."""
     sizes = (2, 333, 517, 6, 2, 64, 48)
     tensors, dout, dlse = inputs(sizes, dtype)
     bias = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 333, 517)), jnp.float32)

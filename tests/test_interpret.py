@@ -67,8 +67,9 @@ def races_found() -> bool:
 
 
 rng = np.random.default_rng(1)
+draw = lambda *shape: jnp.asarray(rng.random(shape))  # noqa: E731
 SLOPES, TABLE = jnp.asarray(rng.normal(size=2), jnp.float32), jnp.asarray(rng.normal(size=(2, 9)), jnp.bfloat16)
-DOCUMENTS = jnp.asarray(np.sort(rng.integers(0, 3, (2, 160)), 1), jnp.int32)
+IDS = jnp.asarray(np.sort(rng.integers(0, 3, (1, 160)), 1), jnp.int32)
 FLAGS = jnp.asarray(rng.random(5) < 0.7)
 
 
@@ -80,7 +81,7 @@ def score_mod(function) -> dict[str, Any]:
 
 ALIBI = score_mod(lambda s, b, h, q, k: s + SLOPES[h] * jnp.abs(q - k) / 20)
 RELATIVE = score_mod(lambda s, b, h, q, k: 3 * jnp.tanh(s + TABLE[h, jnp.clip(q - k, -4, 4) + 4].astype(jnp.float32)))
-SAME_DOCUMENT = masks.predicate(lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) | (k % 7 == h))
+SAME_DOCUMENT = masks.predicate(lambda b, h, q, k: (IDS[b, q] == IDS[b, k]) | (k % 7 == h))
 SOME_FLAGS = masks.predicate(lambda b, h, q, k: FLAGS[(q // 3 + k) % 5] | (k == q))
 
 
@@ -123,54 +124,38 @@ CASES = {
     ),
     "lengths, one of them 0": (
         AttentionSpec(0.125, (masks.QueryLengths(), CAUSAL, masks.KeyValueLengths())),
-        operands_of(
-            3, 128, 200, 2, 1, (64, 64), mask=((jnp.array([128, 70, 5]),), (), (jnp.array([200, 0, 77]),)),
-        ),
+        operands_of(3, 64, 133, 1, 1, (64, 64), mask=((jnp.array([64, 30, 5]),), (), (jnp.array([133, 0, 7]),))),
         SMALL,
     ),
     "segments, causal, the maximum beside sinks": (
         AttentionSpec(0.125, (masks.Segments(), CAUSAL), return_max_logit=True),
-        operands_of(
-            2, 160, 160, 2, 1, (64, 64), mask=((DOCUMENTS, DOCUMENTS), ()), sinks=jnp.array([3.0, -2.0]),
-        ),
+        operands_of(1, 160, 160, 2, 1, (64, 64), mask=((IDS, IDS), ()), sinks=jnp.array([3.0, -2.0])),
         SMALL,
     ),
-    "unsorted segments, a dense mask": (
-        AttentionSpec(0.125, (masks.Segments(), masks.Dense())),
-        operands_of(
-            2, 100, 133, 2, 2, (64, 64),
-            mask=(
-                (jnp.asarray(rng.integers(0, 2, (2, 100))), jnp.asarray(rng.integers(0, 2, (2, 133)))),
-                (jnp.asarray(rng.random((1, 2, 100, 133)) < 0.8),),
-            ),
-        ),
-        SMALL,
-    ),
-    "a bias for each pair, soft cap, dense mask for each key": (
-        AttentionSpec(0.125, (masks.Dense(),), soft_cap=3.0),
+    "unsorted segments, a dense mask, a bias for each pair, soft cap": (
+        AttentionSpec(0.125, (masks.Segments(), masks.Dense()), soft_cap=3.0),
         operands_of(
             1, 77, 133, 2, 1, (64, 64), bias=bias_of(1, 2, 77, 133, dtype=jnp.bfloat16),
-            mask=((jnp.asarray(rng.random((1, 1, 1, 133)) < 0.8),),),
+            mask=(((draw(1, 77) < 0.5).astype(int), (draw(1, 133) < 0.5).astype(int)), (draw(1, 1, 77, 133) < 0.8,)),
         ),
         SMALL,
     ),
-    "a bias for each query, seldom rescaled": (
-        AttentionSpec(2.0), operands_of(1, 64, 133, 2, 1, (64, 64), bias=bias_of(1, 2, 64, 1)),
+    "a bias for each query, seldom rescaled, dense mask for each key": (
+        AttentionSpec(2.0, (masks.Dense(),)),
+        operands_of(1, 64, 133, 1, 1, (64, 64), bias=bias_of(1, 1, 64, 1), mask=((draw(1, 1, 1, 133) < 0.8,),)),
         dataclasses.replace(SMALL, rescale_threshold=4.0),
     ),
     "a bias for each key, dropout, traced offsets": (
         AttentionSpec(0.125, (CAUSAL,), q_offset=None, dropout_rate=0.3),
         operands_of(
-            2, 64, 133, 2, 2, (64, 64), bias=bias_of(2, 1, 1, 133), q_offset=jnp.array([60, -10]),
+            2, 64, 100, 1, 1, (64, 64), bias=bias_of(2, 1, 1, 100), q_offset=jnp.array([60, -10]),
             dropout_key=jnp.array([7, 2**32 - 5], jnp.uint32),
         ),
         SMALL,
     ),
     "slopes, a predicate over documents": (
         AttentionSpec(0.125, (CAUSAL, *SAME_DOCUMENT.parts), score_mod=ALIBI["spec"]),
-        operands_of(
-            2, 160, 160, 2, 1, (64, 64), score_mod=ALIBI["operands"], mask=((), *SAME_DOCUMENT.arrays),
-        ),
+        operands_of(1, 128, 128, 2, 1, (64, 64), score_mod=ALIBI["operands"], mask=((), *SAME_DOCUMENT.arrays)),
         SMALL,
     ),
     "everything": (
@@ -179,8 +164,8 @@ CASES = {
             dropout_rate=0.1, return_max_logit=True,
         ),
         operands_of(
-            2, 160, 160, 2, 1, (40, 72), scale=jnp.float32(0.2), score_mod=RELATIVE["operands"],
-            bias=bias_of(1, 1, 160, 160), mask=((), *SOME_FLAGS.arrays, (DOCUMENTS, DOCUMENTS)),
+            1, 100, 160, 2, 1, (40, 72), scale=jnp.float32(0.2), score_mod=RELATIVE["operands"],
+            bias=bias_of(1, 1, 100, 160), mask=((), *SOME_FLAGS.arrays, (IDS[:, :100], IDS)),
             sinks=jnp.array([0.5, -1.0]), dropout_key=jnp.array([1, 2], jnp.uint32),
         ),
         SMALL,

@@ -10,12 +10,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_flash import masks
+from pallas_flash import elementwise, masks
 from pallas_flash.kernels import sm90
 from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, ForwardConfig
 from pallas_flash.spec import AttentionSpec, Operands
@@ -50,7 +52,70 @@ def test_every_tuned_config_lowers(entry, dtype):
     assert "mosaic_gpu" in lower(spec, operands_of(case[:2], dtype=dtype), config)
 
 
+SHAPE = jax.ShapeDtypeStruct
+IDS = SHAPE((2, 1024), jnp.int32)
+LENGTHS = SHAPE((2,), jnp.int32)
+SLOPES, TABLE = np.ones(8, np.float32), jnp.ones((8, 9), jnp.bfloat16)
+FLAGS = jnp.ones((2, 1024), bool)
+SCORE = {"score": np.float32, **elementwise.PLACE}
+
+
+def traced(name, function) -> Any:
+    """A score_mod, or a predicate, and the shapes of what it captured."""
+    arguments, result = (SCORE, np.float32) if name == "score_mod" else (elementwise.PLACE, np.bool_)
+    program, captured = elementwise.trace(name, function, arguments, result)
+    return program, tuple(SHAPE(x.shape, x.dtype) for x in captured)
+
+
+def score_mod(function, mask=()):
+    program, captured = traced("score_mod", function)
+    return AttentionSpec(0.1, mask, score_mod=program), operands_of((128, 128), score_mod=captured)
+
+
+def predicate(function):
+    program, captured = traced("masks.predicate", function)
+    return AttentionSpec(0.1, (CAUSAL, masks.Predicate(program))), operands_of((64, 64), mask=((), captured))
+
+
+def biased(*shape, dtype=jnp.float32, **more):
+    return AttentionSpec(0.1, **more), operands_of((128, 128), bias=SHAPE(shape, dtype))
+
+
+@jax.jit
+def inner(x):
+    return jnp.where(x > 0, jnp.tanh(x / 30) * 30, x**2 - jnp.abs(x) + jnp.exp(-x) / jnp.sqrt(1 + x * x))
+
+
 FEATURES = {
+    "key lengths": (
+        AttentionSpec(0.1, (masks.QueryLengths(), CAUSAL, masks.KeyValueLengths())),
+        operands_of((128, 128), 1000, 1023, mask=((LENGTHS,), (), (LENGTHS,))),
+    ),
+    "segments": (
+        AttentionSpec(0.1, (masks.Segments(), CAUSAL), return_max_logit=True),
+        operands_of((256, 256), mask=((IDS, IDS), ()), sinks=SHAPE((8,), jnp.float32)),
+    ),
+    "dense masks": (
+        AttentionSpec(0.1, (masks.Dense(), masks.Dense()), q_offset=None),
+        operands_of(
+            (64, 64), mask=((SHAPE((1, 1, 1024, 1024), bool),), (SHAPE((2, 8, 1, 1024), bool),)), q_offset=LENGTHS
+        ),
+    ),
+    "bias of each pair": biased(2, 8, 1024, 1024),
+    "bias of each query": biased(2, 1, 1024, 1, dtype=jnp.bfloat16, soft_cap=5.0),
+    "bias of each key": biased(1, 8, 1, 1024, dtype=jnp.float16, mask=(CAUSAL,)),
+    "bias of each head": biased(1, 8, 1, 1),
+    "dropout": (
+        AttentionSpec(0.1, (CAUSAL,), dropout_rate=0.5),
+        operands_of((128, 128), dropout_key=SHAPE((2,), jnp.uint32)),
+    ),
+    "slopes": score_mod(lambda s, b, h, q, k: s + jnp.asarray(SLOPES)[h] * (k - q), (CAUSAL,)),
+    "a table of distances": score_mod(lambda s, b, h, q, k: s * TABLE[h, jnp.clip(q - k, -4, 4) + 4].astype(s.dtype)),
+    "a nested jit": score_mod(
+        lambda s, b, h, q, k: inner(s) + jnp.minimum(q // 3, k % 5) * TABLE[2, b].astype(s.dtype)
+    ),
+    "a constant": score_mod(lambda s, b, h, q, k: jnp.float32(2)),
+    "a predicate": predicate(lambda b, h, q, k: (FLAGS[b, k] & ~(q == k)) ^ (h.astype(jnp.float32) > 3)),
     "odd sizes": (AttentionSpec(0.1, (CAUSAL,)), operands_of((72, 40), 77, 133)),
     "one query": (AttentionSpec(0.1), operands_of((128, 128), 1, 1)),
     "window": (AttentionSpec(0.1, (masks.Band(100, 0),)), operands_of((128, 128))),
@@ -115,16 +180,27 @@ def test_what_it_cannot_do_it_refuses():
     refused = [
         (spec, operands_of((64, 64), dtype=jnp.float32)),
         (spec, operands_of((264, 64))),
-        (spec, operands._replace(bias=jax.ShapeDtypeStruct((1, 1, 1, 1024), jnp.float32))),
-        (dataclasses.replace(spec, dropout_rate=0.1), operands),
+        (spec, operands._replace(bias=SHAPE((1, 1, 1, 1024), np.float64))),
         (dataclasses.replace(spec, precision="highest"), operands),
-        (dataclasses.replace(spec, return_max_logit=True), operands._replace(sinks=jnp.zeros(8))),
         (spec, operands_of((64, 64), q_len=2**28)),
     ]
-    parts = (masks.KeyValueLengths(), masks.Segments(), masks.Dense(), masks.Predicate(None))
-    refused += [(dataclasses.replace(spec, mask=(part,)), operands) for part in parts]
     for refused_spec, refused_operands in refused:
         assert sm90.unsupported(refused_spec, refused_operands)
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [
+        (lambda s, b, h, q, k: jax.lax.erf_inv(s), "the operation erf_inv"),
+        (lambda s, b, h, q, k: jnp.exp(s.astype(jnp.bfloat16)).astype(s.dtype), "the operation exp of bfloat16"),
+        (lambda s, b, h, q, k: s % 2, "the operation rem of float32"),
+        (lambda s, b, h, q, k: s + jnp.sum(jnp.asarray(SLOPES)), "the operation reduce_sum on an array"),
+        (lambda s, b, h, q, k: s + jnp.take(jnp.asarray(SLOPES), k), "the operation broadcast_in_dim on an array"),
+    ],
+)
+def test_what_a_function_does_it_refuses_by_name(function, problem):
+    spec, operands = score_mod(function)
+    assert sm90.unsupported(spec, operands) == f"score_mod uses {problem}, which the kernel cannot compute"
 
 
 @pytest.mark.parametrize(

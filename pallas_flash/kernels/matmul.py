@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 Ref = Any
+
+
+class Span(NamedTuple):
+    """Consecutive elements along one axis of an array in device memory, for one axis of a tile."""
+
+    axis: int  # of the tile: 0, its rows, or 1, its columns
+    size: int
+    start: Any  # int32 scalar
+    clip: bool  # some may stand behind the array's end: its last element stands for them
 
 
 class TensorCores(Protocol):
@@ -43,11 +52,14 @@ class TensorCores(Protocol):
         """Whether some row is True, as a scalar. Each warp may ask for its own rows only."""
         ...
 
-    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
-        """source[index] in registers, from an array in device memory that the kernel does not write.
+    def gather(self, source: Ref, index: tuple[Any, ...]) -> jax.Array:
+        """source[index] from device memory into the registers of a tile. index: for each axis an int32 within it, a
+        scalar or a tile; at least one is a tile."""
+        ...
 
-        index: for each axis an int32 within it, a scalar or an array; the arrays have one shape, and `layout`.
-        """
+    def take(self, source: Ref, spans: tuple[Span, ...]) -> jax.Array:
+        """The elements at these spans of an array in device memory, one span for each axis of the array: a tile for
+        two, one value for each row or column of a tile for one."""
         ...
 
 
@@ -75,8 +87,11 @@ class Wgmma:
     def any_row(self, rows: jax.Array) -> jax.Array:
         return _any_row_of_warp(rows)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
 
-    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
-        return _gather(source, index, layout)
+    def gather(self, source: Ref, index: tuple[Any, ...]) -> jax.Array:
+        return _gather(source, index)
+
+    def take(self, source: Ref, spans: tuple[Span, ...]) -> jax.Array:
+        return _take(source, spans)
 
 
 class Interpreted:
@@ -106,8 +121,13 @@ class Interpreted:
     def any_row(self, rows: jax.Array) -> jax.Array:
         return jnp.any(rows)
 
-    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
+    def gather(self, source: Ref, index: tuple[Any, ...]) -> jax.Array:
         return source[...][index]
+
+    def take(self, source: Ref, spans: tuple[Span, ...]) -> jax.Array:
+        lines = [jnp.minimum(s.start + jnp.arange(s.size), n - 1) for s, n in zip(spans, source.shape, strict=True)]
+        taken = source[...][jnp.ix_(*lines)]
+        return taken if spans == _in_order(spans) else taken.T
 
 
 @plgpu.inline_mgpu(
@@ -124,31 +144,75 @@ def _any_row_of_warp(_: Any, rows: Any) -> Any:
     return mgpu.FragmentedArray.splat(arith.trunci(i1, some), (), is_signed=False)
 
 
-def _gather(source: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
-    """Element by element: nothing is asked of the array's alignment or strides. Addresses are 64 bits wide."""
-    lines = [line for line in index if jnp.ndim(line)]
-    if not lines:
-        return source[index]
-    view = source.at[tuple(slice(None) if jnp.ndim(line) else line for line in index)]
+# Loads of single elements: nothing is asked of the array's alignment or strides, and addresses are 64 bits wide.
+
+
+def _gather(source: Ref, index: tuple[Any, ...]) -> jax.Array:
+    tiles = [place for place in index if jnp.ndim(place)]
+    layout = plgpu.Layout.WGMMA
     load = plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *[layout] * len(lines)),
-        return_type=plgpu.ShapeDtypeStruct(lines[0].shape, source.dtype, layout=layout),
-    )(functools.partial(_load_elements, source.dtype))
-    return load(view, *lines)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
+        arg_types=(plgpu.RefType(), *[layout] * len(tiles)),
+        return_type=plgpu.ShapeDtypeStruct(tiles[0].shape, source.dtype, layout=layout),
+    )(functools.partial(_load_gathered, source.dtype))
+    view = source.at[tuple(slice(None) if jnp.ndim(place) else place for place in index)]
+    return load(view, *tiles)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
 
 
-def _load_elements(dtype: Any, _: Any, source: Any, *index: Any) -> Any:
+def _load_gathered(dtype: Any, _: Any, source: Any, *index: Any) -> Any:
     registers = np.empty(index[0].registers.shape, object)
     for place in np.ndindex(registers.shape):
-        registers[place] = _load_register(source, [line.registers[place] for line in index])
+        held = [tile.registers[place] for tile in index]
+        wide = lambda i: [arith.index_cast(ir.IndexType.get(), vector.extract(x, [], [i])) for x in held]  # noqa: B023, E731
+        (size,) = ir.VectorType(held[0].type).shape
+        registers[place] = _vector([memref.load(source, wide(i)) for i in range(size)])
     return mgpu.FragmentedArray(_registers=registers, _layout=index[0].layout, _is_signed=mgpu.utils.is_signed(dtype))
 
 
-def _load_register(source: Any, index: list[Any]) -> Any:
-    (size,) = ir.VectorType(index[0].type).shape
-    place = ir.IndexType.get()
-    elements = []
-    for i in range(size):
-        wide = [arith.index_cast(place, vector.extract(register, [], [i])) for register in index]
-        elements.append(memref.load(source, wide))
-    return vector.from_elements(ir.VectorType.get((size,), elements[0].type), elements)
+def _vector(elements: list[Any]) -> Any:
+    return vector.from_elements(ir.VectorType.get((len(elements),), elements[0].type), elements)
+
+
+def _in_order(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+    return tuple(sorted(spans, key=lambda span: span.axis))
+
+
+def _take(source: Ref, spans: tuple[Span, ...]) -> jax.Array:
+    layout = plgpu.Layout.WGMMA if len(spans) == 2 else plgpu.Layout.WGMMA.reduce(1 - spans[0].axis)
+    shape = tuple(span.size for span in _in_order(spans))
+    static = tuple(span._replace(start=None) for span in spans)
+    load = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT(())] * len(spans)),
+        return_type=plgpu.ShapeDtypeStruct(shape, source.dtype, layout=layout),
+    )(functools.partial(_load_taken, source.dtype, layout.to_mgpu(), static))
+    starts = [jnp.asarray(span.start, jnp.int32) for span in spans]
+    return load(source, *starts)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
+
+
+def _load_taken(dtype: Any, layout: Any, spans: tuple[Span, ...], _: Any, source: Any, *starts: Any) -> Any:
+    """A thread's elements stand at constant distances from its first one, so that addresses do, too."""
+    i32, wide = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    constant = lambda kind, value: arith.constant(kind, ir.IntegerAttr.get(kind, int(value)))  # noqa: E731
+    order = [_in_order(spans).index(span) for span in spans]
+    shape = tuple(span.size for span in _in_order(spans))
+    first = next(iter(layout.thread_idxs(shape)))
+    first = [
+        arith.addi(start.registers.item(), arith.index_cast(i32, first[dim]))
+        for start, dim in zip(starts, order, strict=True)
+    ]
+
+    @functools.cache
+    def place(axis: int, distance: int) -> Any:
+        if not spans[axis].clip:
+            return arith.addi(arith.index_cast(wide, first[axis]), constant(wide, distance))
+        last = constant(i32, source.type.shape[axis] - 1)
+        return arith.index_cast(wide, arith.minsi(arith.addi(first[axis], constant(i32, distance)), last))
+
+    strides = layout.tiling.tile_strides(tuple(mgpu.utils.get_contiguous_strides(shape)))
+    registers = np.empty(layout.registers_shape(shape), object)
+    for index in np.ndindex(registers.shape):
+        distance = np.unravel_index(np.dot(index, strides), shape)
+        columns = range(layout.vector_length)  # of a register, along the last axis
+        distances = [[*distance[:-1], distance[-1] + column] for column in columns]
+        elements = [memref.load(source, [place(i, d[dim]) for i, dim in enumerate(order)]) for d in distances]
+        registers[index] = _vector(elements)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=mgpu.utils.is_signed(dtype))

@@ -216,11 +216,13 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Callable[[], Any
 
 
 def _needed(jaxpr: Any) -> list[Any]:
-    needed, used = [], set(jaxpr.outvars)
+    """The operations that the result depends on."""
+    variables = lambda atoms: {atom for atom in atoms if not hasattr(atom, "val")}  # noqa: E731
+    needed, used = [], variables(jaxpr.outvars)
     for equation in reversed(jaxpr.eqns):
         if equation.outvars[0] in used:
             needed.append(equation)
-            used |= {var for var in equation.invars if not hasattr(var, "val")}
+            used |= variables(equation.invars)
     return needed[::-1]
 
 

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.kernels.matmul import Span
+
 
 @dataclasses.dataclass(frozen=True)
 class TileIndex:
@@ -27,6 +29,7 @@ class TileIndex:
     kv_base: jax.Array
     q_offset: Any
     transposed: bool = False
+    columns_inside: bool = False  # it is known that none stands behind the end of the arrays
 
     @functools.cached_property
     def q_row(self) -> jax.Array:
@@ -48,19 +51,16 @@ class TileIndex:
     def kv_axis(self) -> int:
         return 1 - self.q_axis
 
-    def rows_of(self, axis: int, length: int) -> jax.Array:
-        """The rows of an array of queries (or keys) of this length, one for each row (or column) of the tile. Those
-        behind its end stand for its last one."""
+    def span(self, axis: int, length: int) -> Span:
+        """Where the tile's rows (axis 0) or columns stand along the axis of an array of this many queries or keys."""
         base = self.q_base if axis == self.q_axis else self.kv_base
-        return jnp.minimum(self._line(base, axis), length - 1)
-
-    def layout(self, axis: int) -> Any:
-        """Of one value for each row (axis 0) or column of the tile."""
-        return plgpu.Layout.WGMMA.reduce(1 - axis)
+        outside = axis == 0 or not self.columns_inside  # clipping a thread's few rows costs nothing
+        return Span(axis, self.shape[axis], base, clip=outside and length % self.shape[axis] != 0)
 
     def spread(self, line: jax.Array, axis: int) -> jax.Array:
         """One value for each row (axis 0) or column as a tile."""
         return lax.broadcast_in_dim(line, self.shape, (axis,))
 
     def _line(self, base: jax.Array, axis: int) -> jax.Array:
-        return plgpu.layout_cast(lax.iota(jnp.int32, self.shape[axis]), self.layout(axis)) + base
+        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+        return plgpu.layout_cast(lax.iota(jnp.int32, self.shape[axis]), layout) + base

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import dropout, masks
 from pallas_flash.kernels import softmax, tile_function
@@ -88,9 +87,10 @@ class TileScores(NamedTuple):
         index = self.index
         match part:
             case masks.Segments():
+                axes = (index.q_axis, index.kv_axis)
                 q_ids, kv_ids = (
-                    index.spread(self._line(ids, axis), axis)
-                    for ids, axis in zip(arrays, (index.q_axis, index.kv_axis), strict=True)
+                    index.spread(self.tensor_cores.take(ids.at[index.batch], (index.span(axis, ids.shape[1]),)), axis)
+                    for ids, axis in zip(arrays, axes, strict=True)
                 )
                 return q_ids == kv_ids
             case masks.Dense():
@@ -99,29 +99,23 @@ class TileScores(NamedTuple):
                 return self._call(part.function, arrays)
         return part.allowed(arrays, index)
 
-    def _line(self, ids: Ref, axis: int) -> jax.Array:
-        """One value for each row or column of the tile, of an array [B, rows]."""
-        place = self.index.batch, self.index.rows_of(axis, ids.shape[1])
-        return self.tensor_cores.gather(ids, place, self.index.layout(axis))
-
     def _take(self, array: Ref) -> jax.Array:
         """The tile's part of an array [1|B, 1|N, 1|T, 1|S], as a tile."""
         index = self.index
         batch, head = (x if size > 1 else 0 for x, size in zip((index.batch, index.head), array.shape[:2], strict=True))
-        sizes = ((index.q_axis, array.shape[2]), (index.kv_axis, array.shape[3]))
-        lines = {axis: index.rows_of(axis, size) for axis, size in sizes if size > 1}
-        layout = plgpu.Layout.WGMMA
-        if len(lines) == 1:
-            layout = index.layout(*lines)
-        elif len(lines) == 2:
-            lines = {axis: index.spread(line, axis) for axis, line in lines.items()}
-        place = (batch, head, lines.get(index.q_axis, 0), lines.get(index.kv_axis, 0))
-        value = self.tensor_cores.gather(array, place, layout)
-        return value if len(lines) == 2 else lax.broadcast_in_dim(value, index.shape, tuple(lines))
+        axes = zip((index.q_axis, index.kv_axis), array.shape[2:], strict=True)
+        spans = [index.span(axis, length) if length > 1 else None for axis, length in axes]
+        part = array.at[(batch, head, *(0 if span is None else slice(None) for span in spans))]
+        spans = tuple(span for span in spans if span is not None)
+        value = self.tensor_cores.take(part, spans) if spans else part[...]
+        return lax.broadcast_in_dim(value, index.shape, tuple(sorted(span.axis for span in spans)))
 
     def _call(self, function: Any, captures: tuple[Ref, ...], *first: Any) -> jax.Array:
         index = self.index
         place = [functools.partial(getattr, index, name) for name in ("batch", "head", "q_pos", "kv_pos")]
-        gather = functools.partial(self.tensor_cores.gather, layout=plgpu.Layout.WGMMA)
-        value = tile_function.evaluate(function, captures, (*first, *place), gather)
+        value = tile_function.evaluate(function, captures, (*first, *place), self._read)
         return lax.broadcast_in_dim(value, index.shape, ()) if jnp.ndim(value) == 0 else value
+
+    def _read(self, source: Ref, place: tuple[Any, ...]) -> jax.Array:
+        tiles = any(jnp.ndim(x) for x in place)
+        return self.tensor_cores.gather(source, place) if tiles else source[place]

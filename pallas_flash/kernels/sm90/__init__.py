@@ -2,9 +2,12 @@
 
 The gradients of calls with deterministic=True, a bias, or a score_mod that captures floating arrays are those of `xla`.
 
+Every feature of a call is in the kernel and they compose freely. Refused are dtypes other than bfloat16 and float16,
+head dims beyond 256, a `precision` that 16-bit weights cannot give, arrays of 64 bits, and what a `score_mod` or a
+predicate does beyond `tile_function.OPERATIONS`.
+
 A tile that a mask hides in part is multiplied with weights of 0: NaN or Inf in a row of v that is hidden there reaches
-the tile's queries as 0 * NaN. Tiles that are hidden as a whole are never read. Hence no key lengths and no segments,
-whose hidden rows are often uninitialised memory.
+the tile's queries as 0 * NaN. Tiles that are hidden as a whole are never read.
 
 Importing this module does not import Pallas; `forward` does.
 """
@@ -44,9 +47,10 @@ def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
         return f"precision={spec.precision}: it rounds the softmax weights to {operands.q.dtype}"
     if (obstacle := _function_obstacle(spec)) is not None:
         return obstacle
-    arrays = jax.tree.leaves((operands.bias, operands.score_mod, operands.mask))
-    if wide := [array for array in arrays if array.dtype.itemsize > MAX_ITEMSIZE]:
-        return f"it reads no {wide[0].dtype}: {list(wide[0].shape)}"
+    for name in ("bias", "score_mod", "mask"):
+        for array in jax.tree.leaves(getattr(operands, name)):
+            if array.dtype.itemsize > MAX_ITEMSIZE:
+                return f"{name} has an array of {array.dtype}: it reads elements of up to {MAX_ITEMSIZE} bytes"
     if not _config(spec, operands):
         return f"no tiles for head dims {shapes.head_dim} and {shapes.value_head_dim}"
     return None
@@ -74,9 +78,9 @@ def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cota
 
 
 def _function_obstacle(spec: AttentionSpec) -> str | None:
-    functions = {"score_mod": spec.score_mod} if spec.score_mod is not None else {}
-    functions |= {"masks.predicate": part.function for part in spec.mask if isinstance(part, Predicate)}
-    for name, function in functions.items():
+    functions = [("score_mod", spec.score_mod)] if spec.score_mod is not None else []
+    functions += [("masks.predicate", part.function) for part in spec.mask if isinstance(part, Predicate)]
+    for name, function in functions:
         if (obstacle := tile_function.obstacle(function)) is not None:
             return f"{name} uses {obstacle}, which the kernel cannot compute"
     return None

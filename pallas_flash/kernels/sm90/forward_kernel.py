@@ -235,7 +235,7 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
     products = functools.partial(_products, worker, step, state)
     shape = (config.block_q, config.block_kv)
     scores = tensor_cores.accumulator(products, shape, _at(buffers.scores, work.wg))
-    tile = TileScores(plan.spec, work.scores, _index(worker, step), tensor_cores)
+    tile = TileScores(plan.spec, work.scores, _index(worker, step, masked), tensor_cores)
     if not plan.raw_scores:
         scores = tile.logits(scores)
     if masked:
@@ -280,7 +280,7 @@ def _products(worker: Worker, step: jax.Array, state: State | None, s: Ref) -> j
     return scores
 
 
-def _index(worker: Worker, step: jax.Array) -> TileIndex:
+def _index(worker: Worker, step: jax.Array, masked: bool) -> TileIndex:
     config, work = worker.plan.config, worker.work
     return TileIndex(
         shape=(config.block_q, config.block_kv),
@@ -289,6 +289,7 @@ def _index(worker: Worker, step: jax.Array) -> TileIndex:
         q_base=work.q_base,
         kv_base=_key_block(work.item, step) * config.block_kv,
         q_offset=work.q_offset,
+        columns_inside=not masked,
     )
 
 
