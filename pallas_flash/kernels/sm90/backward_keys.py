@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.kernels.sm90 import backward_tile as tile_
 from pallas_flash.kernels.sm90.backward_config import BLOCK
 from pallas_flash.kernels.sm90.backward_plan import Block, Ref, Worker
+from pallas_flash.kernels.tile_scores import TileScores
 
 
 def _own_keys(wg: int) -> Any:
@@ -68,29 +69,41 @@ def _make_ds(worker: Worker, block: Block, undrained: Block | None) -> jax.Array
         if undrained is not None:
             plgpu.barrier_arrive(barriers.q.consumed.at[undrained.q_slot])
         p, derivative = tile_.weights(worker, block, tile, scores)
-        # Only now, as registers are short. ptxas moves nothing over the branch of a wait: without it, most exponentials
-        # would come after the wait for dP instead of beside its product.
+        # ptxas moves nothing over the branch of a wait: without it, most exponentials would come after the wait for dP
+        # instead of beside its product.
         p, delta_slot = lax.optimization_barrier((p, block.dout_slot))
         plgpu.barrier_wait(barriers.delta_produced.at[delta_slot])
-        delta = tile_.load_columns(buffers.rows.delta.at[delta_slot])
-        dp_value = tensor_cores.load(dp, pending=0)
-        if not plan.config.ds_in_registers:  # then dV need not wait for dS to become 16-bit
-            start_dv(tile.kept(p))
-        ds = tile_.dlogits(worker, block, tile, p, dp_value, delta)
-        if derivative is not None:
-            ds = tile_.times(ds, derivative)
         if plan.config.ds_in_registers:
+            delta = tile_.load_columns(buffers.rows.delta.at[delta_slot])
+            ds = _ds(worker, block, tile, (p, derivative, tensor_cores.load(dp, pending=0)), delta)
             p, ds = lax.optimization_barrier((tile.kept(p).astype(plan.dtype), ds.astype(plan.dtype)))
             start_dv(p)
-        return ds.astype(plan.dtype)
+            return ds
+        # Then dV need not wait for dS.
+        dp_value = tensor_cores.load(dp, pending=0)
+        start_dv(lax.optimization_barrier(tile.kept(p).astype(plan.dtype)))
+        delta_slot = tile_.border(block, delta_slot, barriers.delta_produced.at[delta_slot])
+        delta = tile_.load_columns(buffers.rows.delta.at[delta_slot])
+        return _ds(worker, block, tile, (p, derivative, dp_value), delta).astype(plan.dtype)
 
     def start_dv(p: jax.Array) -> None:
-        p = lax.optimization_barrier(p.astype(plan.dtype))
         tensor_cores.start(worker.dv, p, buffers.dout.at[block.dout_slot])
 
     # Waits come before an accumulator's scope: where the product follows at once, its zeros need no instructions.
     plgpu.barrier_wait(barriers.q.produced.at[block.q_slot])
     return tensor_cores.accumulator(with_scores, shape, worker.accumulators.scores)
+
+
+def _ds(
+    worker: Worker,
+    block: Block,
+    tile: TileScores,
+    weights: tuple[jax.Array, jax.Array | None, jax.Array],
+    delta: jax.Array,
+) -> jax.Array:
+    p, derivative, dp = weights
+    ds = tile_.dlogits(worker, block, tile, p, dp, delta)
+    return ds if derivative is None else tile_.times(ds, derivative)
 
 
 def store_tile(worker: Worker, dk: jax.Array, dv: jax.Array) -> None:
