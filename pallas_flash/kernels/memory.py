@@ -54,3 +54,9 @@ def store_rows(source: Any, target: Any, rows: Any) -> None:
         @pl.when(end == length - rest + size)
         def _() -> None:
             plgpu.copy_smem_to_gmem(source.at[pl.ds(0, rest)], target.at[pl.ds(rows.start, rest)])
+
+
+def add_matrix(source: Any, target: Any, *, interpreted: bool) -> None:
+    """Add a float32 matrix to one in device memory, in the background; the order of several sums is not defined. The
+    interpreter only copies: it has no such addition."""
+    plgpu.copy_smem_to_gmem(source, target, reduction_op=None if interpreted else "add")

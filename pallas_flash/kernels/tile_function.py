@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
 from pallas_flash.elementwise import Elementwise
 from pallas_flash.spec import LN2, LOG2E
@@ -110,6 +111,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "square": lambda x: x * x,
     "integer_pow": lambda x, *, y: _power(x, y),
     "is_finite": lambda x: jnp.abs(x) < lax.full(x.shape, jnp.inf, x.dtype),
+    "add_any": lax.add,  # this and the next occur in derivatives
+    "one_minus_square": lambda x, **_: 1 - x * x,
     "stop_gradient": lambda x: x,
     "copy": lambda x: x,
     "pvary": lambda x, **_: x,
@@ -120,9 +123,30 @@ NESTED = ("jit", "pjit", "closed_call", "custom_jvp_call")
 WINDOWS = ("slice", "dynamic_slice", "squeeze")
 
 
-def obstacle(function: Elementwise) -> str | None:
+def obstacle(function: Elementwise | Derivative) -> str | None:
     """Why the kernel cannot compute this function, in words; None if it can."""
     return _obstacle(function.jaxpr)
+
+
+class Derivative(NamedTuple):
+    """A program with the same arguments as an `Elementwise`."""
+
+    jaxpr: Any  # its constants come as its first arguments
+
+
+@functools.lru_cache(maxsize=64)
+def derivative(function: Elementwise) -> Derivative:
+    """Of a `score_mod`'s value by the score."""
+    jaxpr = function.jaxpr
+
+    def slope(captures: list[Any], score: Any, *place: Any) -> Any:
+        value = lambda score: jaxpr_as_fun(ClosedJaxpr(jaxpr, captures))(score, *place)[0]  # noqa: E731
+        return jax.jvp(value, (score,), (jnp.ones_like(score),))[1]
+
+    shape = lambda var: jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)  # noqa: E731
+    traced = jax.make_jaxpr(slope)([shape(x) for x in jaxpr.constvars], *(shape(x) for x in jaxpr.invars))
+    assert not traced.consts, "what it captures are its arguments"
+    return Derivative(traced.jaxpr)
 
 
 def _obstacle(jaxpr: Any) -> str | None:
@@ -175,6 +199,11 @@ def _all_inner(jaxpr: Any) -> dict[int, Any]:
     return found
 
 
+def captures_inside(function: Elementwise) -> bool:
+    """Whether a function under `jit` inside it captured arrays of its own."""
+    return any(program.consts for program in _all_inner(function.jaxpr).values())
+
+
 def operands(function: Elementwise, captures: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The arrays that `evaluate` reads: what the function captured, and what functions under `jit` inside it did."""
     inner = _all_inner(function.jaxpr).values()
@@ -188,18 +217,22 @@ class Program(NamedTuple):
     inner: dict[int, list[Window]]  # captures of nested programs
 
 
-def evaluate(function: Elementwise, sources: Sequence[Any], args: Sequence[Callable[[], Any]], gather: Gather) -> Any:
+def evaluate(
+    function: Elementwise | Derivative, sources: Sequence[Any], args: Sequence[Callable[[], Any]], gather: Gather
+) -> Any:
     """The function's value, a tile or a scalar. sources: references to `operands`. An argument is called if something
     reads it: what nobody reads must not be there, as Mosaic finds no layout for it."""
+    jaxpr = function.jaxpr
     windows = iter([Window.whole(source) for source in sources])
-    captures = [next(windows) for _ in function.jaxpr.constvars]
-    inner = {key: [next(windows) for _ in program.consts] for key, program in _all_inner(function.jaxpr).items()}
-    return _evaluate(Program(gather, inner), function.jaxpr, captures, args)
+    captures = [next(windows) for _ in range(len(jaxpr.constvars) + len(jaxpr.invars) - len(args))]
+    inner = {key: [next(windows) for _ in program.consts] for key, program in _all_inner(jaxpr).items()}
+    return _evaluate(Program(gather, inner), jaxpr, captures, args)
 
 
 def _evaluate(program: Program, jaxpr: Any, captures: list[Window], args: Sequence[Callable[[], Any]]) -> Any:
-    values: dict[Any, Callable[[], Any]] = dict(zip(jaxpr.invars, args, strict=True))
-    values |= {var: lambda window=window: window for var, window in zip(jaxpr.constvars, captures, strict=True)}
+    captured = [lambda window=window: window for window in captures]
+    variables = (*jaxpr.constvars, *jaxpr.invars)
+    values: dict[Any, Callable[[], Any]] = dict(zip(variables, (*captured, *args), strict=True))
 
     def read(var: Any) -> Any:
         value = np.asarray(var.val, var.aval.dtype)[()] if hasattr(var, "val") else values[var]()

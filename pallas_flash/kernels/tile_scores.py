@@ -64,6 +64,21 @@ class TileScores(NamedTuple):
         # -inf says "not allowed", whatever stands in q or k there.
         return jnp.where(bias == -jnp.inf, -jnp.inf, scores + bias)
 
+    def derivative(self, scores: jax.Array) -> jax.Array:
+        """Of the logits, by scale * q.k."""
+        spec, operands = self.spec, self.operands
+        scores = scores * operands.scale
+        slope = None
+        if spec.score_mod is not None:
+            slope = self._call(tile_function.derivative(spec.score_mod), operands.score_mod, lambda: scores)
+            scores = self._call(spec.score_mod, operands.score_mod, lambda: scores)
+        if spec.soft_cap is not None:
+            tanh = softmax.soft_cap(scores, spec.soft_cap) * (1 / spec.soft_cap)
+            cap_slope = 1 - tanh * tanh
+            slope = cap_slope if slope is None else slope * cap_slope
+        assert slope is not None, "of scores that are only scaled it is 1"
+        return slope
+
     def masked(self, scores: jax.Array, kv_len: int | None) -> jax.Array:
         """-inf where the mask forbids a pair. kv_len: and for keys from there on."""
         allowed = [self._allowed(part, arrays) for part, arrays in zip(self.spec.mask, self.operands.mask, strict=True)]

@@ -37,7 +37,7 @@ TUNED = (
             "num_stages": (2, 3),
         },
         start=sm90.forward_config,
-        fits=sm90.fits,
+        fits=sm90.forward_fits,
         run=_forward,
     ),
 )

@@ -1,4 +1,6 @@
-"""Hopper (compute capability 9.0): TMA, wgmma, warp-specialised. The backward pass is that of `xla`.
+"""Hopper (compute capability 9.0): TMA, wgmma, warp-specialised.
+
+The gradients of calls with deterministic=True, a bias, or a score_mod that captures floating arrays are those of `xla`.
 
 Every feature of a call is in the kernel and they compose freely. Refused are dtypes other than bfloat16 and float16,
 head dims beyond 256, a `precision` that 16-bit weights cannot give, arrays of 64 bits, and what a `score_mod` or a
@@ -19,16 +21,15 @@ import jax.numpy as jnp
 
 from pallas_flash import xla
 from pallas_flash.kernels import tile_function
+from pallas_flash.kernels.sm90 import backward_pass
 from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, MIN_MASKED_BLOCK, ForwardConfig, padded_head_dims
 from pallas_flash.masks import Dense, Predicate, Segments
-from pallas_flash.spec import AttentionSpec, Forward, Operands
+from pallas_flash.spec import AttentionSpec, Cotangents, Forward, Gradients, Operands, Residuals
 from pallas_flash.tuning import cache
 
 NAME = "sm90"
 MAX_HEAD_DIM = 256
 MAX_ROWS = 2**31  # of all batch elements and heads: row statistics with larger offsets have not been proven right
-
-backward = xla.backward
 
 
 def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
@@ -49,7 +50,7 @@ def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
         for array in jax.tree.leaves(getattr(operands, name)):
             if array.dtype.name not in tile_function.STORED:
                 return f"{name} has an array of {array.dtype}, which it does not read"
-    if not _config(spec, operands):
+    if not forward_config(spec, operands):
         return f"no tiles for head dims {shapes.head_dim} and {shapes.value_head_dim}"
     return None
 
@@ -60,9 +61,19 @@ def forward(
     """config: other tiles than the tuned ones. interpret: `plgpu.InterpretGPUParams`, to run on a CPU, interpreted."""
     from pallas_flash.kernels.sm90.forward_kernel import run  # Pallas loads when it is needed
 
-    config = config or _config(spec, operands)
+    config = config or forward_config(spec, operands)
     assert config is not None, "unsupported() refuses what has no tiles"
     return run(spec, operands, config, interpret=interpret)
+
+
+def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Gradients:
+    """By the kernel; what that cannot compute, as `xla` does."""
+    kind = mask_class(spec, operands)
+    if backward_pass.obstacle(spec, operands, kind) is not None:
+        return xla.backward(spec, operands, residuals, cotangents)
+    config = backward_pass.tuned_config(spec, operands, kind)
+    assert config is not None, "obstacle() names what has no tiles"
+    return backward_pass.backward(spec, operands, residuals, cotangents, config=config)
 
 
 def _function_obstacle(spec: AttentionSpec) -> str | None:
@@ -74,19 +85,22 @@ def _function_obstacle(spec: AttentionSpec) -> str | None:
     return None
 
 
-def _config(spec: AttentionSpec, operands: Operands) -> ForwardConfig | None:
-    """The tuned entry of the nearest case whose buffers fit."""
+def forward_config(spec: AttentionSpec, operands: Operands) -> ForwardConfig | None:
+    """The tuned entry of the nearest case that fits."""
     shapes = operands.shapes
     case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, mask_class(spec, operands))
-    for entry in cache.nearest("sm90_forward", case):
-        config = ForwardConfig(**entry)
-        same_buffer = config.out_has_own_buffer or shapes.head_dim == shapes.value_head_dim
-        needed = config.shared_bytes(*padded_head_dims(shapes), operands.q.dtype.itemsize)
-        hides = bool(spec.mask) or operands.bias is not None
-        cleanable = not hides or config.block_kv >= MIN_MASKED_BLOCK
-        if same_buffer and cleanable and needed <= MAX_SHARED_BYTES:
-            return config
-    return None
+    configs = (ForwardConfig(**entry) for entry in cache.nearest("sm90_forward", case))
+    return next((config for config in configs if forward_fits(config, spec, operands)), None)
+
+
+def forward_fits(config: ForwardConfig, spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether the kernel can run a call with these tiles."""
+    shapes = operands.shapes
+    same_buffer = config.out_has_own_buffer or shapes.head_dim == shapes.value_head_dim
+    hides = bool(spec.mask) or operands.bias is not None
+    cleanable = not hides or config.block_kv >= MIN_MASKED_BLOCK
+    needed = config.shared_bytes(*padded_head_dims(shapes), operands.q.dtype.itemsize)
+    return same_buffer and cleanable and needed <= MAX_SHARED_BYTES
 
 
 def mask_class(spec: AttentionSpec, operands: Operands) -> str:

@@ -1,0 +1,86 @@
+"""How the Hopper backward kernel cuts its work: choices that may change speed, never results beyond rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_flash.kernels.sm90.config import BARRIER_BYTES, BUFFER_ALIGNMENT, round_up
+
+BLOCK = 64  # rows of the products of one compute warpgroup
+COMPUTE_WGS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """One CTA holds `block_kv` keys and walks over queries in blocks of `block_q`.
+
+    block_kv=128: each of the two compute warpgroups has 64 of the keys. block_kv=64, for head dims whose sums would not
+    fit into registers so: the warpgroups share the keys, and each has half of the columns of dQ, dK and dV.
+    """
+
+    block_q: int = 64
+    block_kv: int = 128
+    num_stages: int = 2  # buffers for blocks of queries
+    dout_stages: int = 2  # and for their output's cotangents
+    unroll: int = 1  # unmasked blocks a loop's body: with 2 the tensor cores do not run dry between them
+    ds_in_registers: bool = True  # for dK, where block_kv is 128; else it takes dS from shared memory, as dQ does
+    head_group: int = 1  # heads whose tiles are worked on together, those with the most queries first
+    num_ctas: int | None = None  # persistent CTAs; None: one for each work item
+
+    def __post_init__(self) -> None:
+        if self.block_q not in (64, 128):
+            raise ValueError(f"{self.block_q=} must be 64 or 128")
+        if self.block_kv not in (64, 128):
+            raise ValueError(f"{self.block_kv=} must be 64 or 128")
+        if self.shares_keys and self.block_q != 64:
+            raise ValueError(f"{self.block_q=} must be 64 where block_kv is")
+        for name, stages in (("num_stages", self.num_stages), ("dout_stages", self.dout_stages)):
+            if stages not in (1, 2, 4):
+                raise ValueError(f"{name}={stages} must be 1, 2 or 4")
+        if self.unroll not in (1, 2) or (self.shares_keys and self.unroll != 1):
+            raise ValueError(f"{self.unroll=} must be 1, or 2 where block_kv is 128")
+        if self.head_group < 1:
+            raise ValueError(f"{self.head_group=} must be at least 1")
+        if self.num_ctas is not None and self.num_ctas < 1:
+            raise ValueError(f"{self.num_ctas=} must be at least 1, or None")
+
+    @property
+    def shares_keys(self) -> bool:
+        return self.block_kv == BLOCK
+
+    def padded(self, head_dim: int, value_head_dim: int) -> tuple[int, int]:
+        """The head dims that the kernel works with: parts of columns must be whole swizzled rows of 128 bytes."""
+        unit = COMPUTE_WGS * 64 if self.shares_keys else 64
+        dq_unit = 64 if self.block_q == 128 else COMPUTE_WGS * 64
+        return round_up(head_dim, max(unit, dq_unit)), round_up(value_head_dim, unit)
+
+    def fits(self, head_dim: int, value_head_dim: int) -> bool:
+        """Whether the sums of a warpgroup, dK and dV beside S and dP, leave it enough registers."""
+        columns = sum(self.padded(head_dim, value_head_dim))
+        return columns <= (512 if self.shares_keys else 128 if self.block_q == 128 else 256)
+
+    def sum_columns(self, head_dim: int) -> int:
+        """Of dK or dV in one warpgroup."""
+        return head_dim // COMPUTE_WGS if self.shares_keys else head_dim
+
+    def dq_chunks(self, wg: int, head_dim: int) -> tuple[tuple[int, int, int], ...]:
+        """The share of a warpgroup in a block of dQ, in parts of 64 rows: (first row, first column, columns)."""
+        if self.block_q == 128:
+            return ((wg * BLOCK, 0, head_dim),)
+        columns = head_dim // COMPUTE_WGS
+        return tuple((0, first, 64) for first in range(wg * columns, (wg + 1) * columns, 64))
+
+    def dq_columns(self, head_dim: int) -> int:
+        return self.dq_chunks(0, head_dim)[0][2]
+
+    def shared_bytes(self, head_dims: tuple[int, int], itemsize: int, *, slopes: bool, maximum: bool) -> int:
+        """What a CTA needs of `MAX_SHARED_BYTES` for padded head dims. slopes, maximum: whether the buffers
+        `slopes` and `rows.m` are there."""
+        tile = self.block_kv * self.block_q * itemsize
+        keys = self.block_kv * sum(head_dims) * itemsize
+        stages = self.num_stages, self.dout_stages
+        queries = sum(n * self.block_q * dim * itemsize for n, dim in zip(stages, head_dims, strict=True))
+        weights = (1 if self.shares_keys else 2) * tile + self.shares_keys * (2 + slopes) * tile
+        dq = COMPUTE_WGS * BLOCK * self.dq_columns(head_dims[0]) * 4
+        rows = sum(round_up(n * self.block_q * 4, BUFFER_ALIGNMENT) for n in (*stages, *[self.num_stages] * maximum))
+        return keys + queries + weights + dq + rows + BARRIER_BYTES

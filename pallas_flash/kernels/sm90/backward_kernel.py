@@ -1,0 +1,302 @@
+"""FlashAttention backward for Hopper: one kernel, five products for each pair of tiles, dQ summed in device memory.
+
+A CTA holds a tile of keys and walks over the queries, of all the query heads that share the keys, in blocks. One
+warpgroup copies (TMA), two compute; backward_keys.py and backward_columns.py are two ways to share the work. dV and dK
+stay in registers throughout; each block of dQ is added to a float32 buffer in device memory (TMA reduce-add; the order
+of the sum, and so its rounding, may differ from run to run).
+
+ptxas serialises wgmma where its operands could move while it runs. Hence: P and dS become 16-bit only when nothing is
+in flight, nothing is in flight across the end of a loop's body, and an accumulator's scope opens just before its
+product. Bodies are specialised on the warpgroup, as an index that is data costs registers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.kernels import barriers as bar
+from pallas_flash.kernels import matmul, tile_scores
+from pallas_flash.kernels.sm90 import backward_columns, backward_keys
+from pallas_flash.kernels.sm90 import backward_plan as plan_
+from pallas_flash.kernels.sm90 import backward_schedule as schedule
+from pallas_flash.kernels.sm90.backward_config import BLOCK, COMPUTE_WGS, BackwardConfig
+from pallas_flash.kernels.sm90.backward_plan import (
+    Barriers,
+    Block,
+    Buffers,
+    Inputs,
+    Outputs,
+    Plan,
+    Ref,
+    Refs,
+    Rows,
+    Work,
+    Worker,
+)
+from pallas_flash.kernels.sm90.backward_schedule import WorkItem
+from pallas_flash.kernels.sm90.config import ROWS
+from pallas_flash.kernels.tile_scores import ScoreOperands
+from pallas_flash.spec import AttentionSpec, Operands
+
+REGISTERS, COPY_REGISTERS = 240, 24  # of a thread of a warpgroup that computes, that copies
+
+
+def run(
+    spec: AttentionSpec,
+    operands: Operands,
+    dout: jax.Array,
+    rows: Rows,
+    config: BackwardConfig,
+    *,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dQ in float32, still without the scale, dK and dV. interpret: `plgpu.InterpretGPUParams`, to interpret it."""
+    shapes = operands.shapes
+    head_dim, value_head_dim = config.padded(shapes.head_dim, shapes.value_head_dim)
+    q, k = padded(operands.q, head_dim), padded(operands.k, head_dim)
+    v, dout = padded(operands.v, value_head_dim), padded(dout, value_head_dim)
+    tensor_cores = matmul.Wgmma() if interpret is None else matmul.Interpreted()
+    held = shapes._replace(q_len=q.shape[1], head_dim=head_dim, value_head_dim=value_head_dim)
+    plan = Plan(spec, held, q.dtype, config, tensor_cores, interpret is not None, rows.m is not None)
+    work = jnp.asarray(schedule.work_items(spec, operands, config))
+    scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
+    read = tile_scores.function_arrays(spec, operands)
+    more = (read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key)
+    dq_ref = jax.new_ref(jnp.zeros((plan.dq_slices * q.shape[0], *q.shape[1:]), jnp.float32))
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan),
+        out_type=(Outputs(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v))),),
+        scratch_types=(plan_.buffers(plan), plan_.barriers(plan)),
+        grid=(work.shape[0],),
+        grid_names=("cta",),
+        num_threads=COMPUTE_WGS + 1,
+        thread_name="wg",
+        # No thread reads what it wrote to shared memory without commit_smem between, nor the other way round.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+        kernel_name="flash_attention_backward_sm90",
+    )
+    ((dk, dv),) = kernel(Inputs(work, q, k, v, dout, rows, scale, *more, dq_ref))
+    dq = jax.freeze(dq_ref)
+    if plan.dq_slices > 1:
+        dq = dq.reshape(plan.dq_slices, *q.shape).sum(0)
+    keys = slice(shapes.kv_len)
+    return (
+        dq[:, : shapes.q_len, :, : shapes.head_dim],
+        dk[:, keys, :, : shapes.head_dim],
+        dv[:, keys, :, : shapes.value_head_dim],
+    )
+
+
+def padded(array: jax.Array, columns: int) -> jax.Array:
+    """To whole tiles of TMA in the rows, and to this many columns."""
+    missing = (0, -array.shape[1] % ROWS), (0, 0), (0, columns - array.shape[-1])
+    return jnp.pad(array, ((0, 0), *missing)) if missing != ((0, 0),) * 3 else array
+
+
+def _kernel(plan: Plan, inputs: Inputs, outputs: Outputs, buffers: Buffers, barriers: Barriers) -> None:
+    refs = Refs(inputs, outputs, buffers, barriers)
+    wg = lax.axis_index("wg")
+    for compute_wg in range(COMPUTE_WGS):
+
+        @pl.when(wg == compute_wg)
+        def _compute(compute_wg: int = compute_wg) -> None:
+            plgpu.set_max_registers(REGISTERS, action="increase")
+            _compute_warpgroup(plan, refs, compute_wg)
+
+    @pl.when(wg == COMPUTE_WGS)
+    def _copy() -> None:
+        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        _copy_warpgroup(plan, refs)
+
+
+def _for_each_item(plan: Plan, inputs: Inputs, body: Any) -> None:
+    """`count = body(item, count)` for all work items of this CTA; `count` is how many query blocks came before."""
+    cta = lax.axis_index("cta")
+    if plan.config.num_ctas is None:
+        body(schedule.load_item(inputs.work, cta, 0), jnp.int32(0))
+    else:
+        step = lambda index, count: body(schedule.load_item(inputs.work, cta, index), count)  # noqa: E731
+        lax.fori_loop(0, schedule.load_count(inputs.work, cta), step, jnp.int32(0))
+
+
+def _for_each_head(plan: Plan, item: WorkItem, body: Any, count: jax.Array) -> jax.Array:
+    """`count = body(head, count)` for the query heads that share the item's keys."""
+    heads = plan.shapes.q_heads_per_kv_head
+    if heads == 1:
+        return body(item.kv_head, count)
+
+    def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return carry[0] + 1, body(carry[0], carry[1])
+
+    # Not a fori_loop: with a known number of steps it becomes a scan, which may use one accumulator only.
+    first = item.kv_head * heads
+    return lax.while_loop(lambda carry: carry[0] < first + heads, step, (first, count))[1]
+
+
+def _slot(count: jax.Array, stages: int) -> jax.Array:
+    return lax.rem(count, jnp.int32(stages))
+
+
+def _query_block(item: WorkItem, step: jax.Array) -> jax.Array:
+    """The query block of a step. They are rotated so that the masked ones behind the unmasked ones come first, then the
+    masked ones before them, then the unmasked ones: the first steps are masked, the last ones are not."""
+    block = item.full_end + step
+    return block - jnp.where(block >= item.q_end, item.q_end - item.q_start, 0)
+
+
+# The warpgroup that copies.
+
+
+def _copy_warpgroup(plan: Plan, refs: Refs) -> None:
+    inputs, _, buffers, barriers = refs
+    config = plan.config
+    rows, rows_smem = inputs.rows, buffers.rows
+    to_q, to_dout = barriers.q.produced, barriers.dout.produced
+    with_q = (inputs.q, buffers.q, to_q), (rows.lse_log2, rows_smem.lse_log2, to_q), (rows.m, rows_smem.m, to_q)
+    with_dout = (inputs.dout, buffers.dout, to_dout), (rows.delta, rows_smem.delta, barriers.delta_produced)
+
+    def copy_item(item: WorkItem, count: jax.Array) -> jax.Array:
+        keys = pl.ds(item.ki * config.block_kv, config.block_kv)
+        for source, buffer, handshake in ((inputs.k, buffers.k, barriers.k), (inputs.v, buffers.v, barriers.v)):
+            plgpu.barrier_wait(handshake.consumed.at[0])
+            plgpu.copy_gmem_to_smem(source.at[item.batch, keys, item.kv_head], buffer.at[0], handshake.produced.at[0])
+
+        def copy_head(head: jax.Array, count: jax.Array) -> jax.Array:
+            def copy_step(step: jax.Array, _: None) -> None:
+                qs = pl.ds(_query_block(item, step) * config.block_q, config.block_q)
+                for copies, consumed, stages in (
+                    (with_q, barriers.q.consumed, config.num_stages),
+                    (with_dout, barriers.dout.consumed, config.dout_stages),
+                ):
+                    slot = _slot(count + step, stages)
+                    plgpu.barrier_wait(consumed.at[slot])
+                    for source, buffer, produced in copies:
+                        if source is not None:
+                            place = (item.batch, qs, head) if len(source.shape) == 4 else (item.batch, head, qs)
+                            plgpu.copy_gmem_to_smem(source.at[place], buffer.at[slot], produced.at[slot])
+
+            steps = item.q_end - item.q_start
+            lax.fori_loop(0, steps, copy_step, None)
+            return count + steps
+
+        return _for_each_head(plan, item, copy_head, count)
+
+    _for_each_item(plan, inputs, copy_item)
+    for handshake, slots in _handshakes(plan, barriers):
+        bar.await_all(handshake, slots)
+
+
+def _handshakes(plan: Plan, barriers: Barriers) -> tuple[tuple[bar.Handshake, int], ...]:
+    stages = plan.config.num_stages, plan.config.dout_stages
+    return (barriers.k, 1), (barriers.v, 1), (barriers.q, stages[0]), (barriers.dout, stages[1])
+
+
+# The warpgroups that compute.
+
+
+def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
+    tensor_cores, shapes, config, barriers = plan.tensor_cores, plan.shapes, plan.config, refs.barriers
+    accumulators = refs.buffers.accumulators.of(wg)
+    sums = [(BLOCK, config.sum_columns(columns)) for columns in (shapes.head_dim, shapes.value_head_dim)]
+    for handshake, slots in _handshakes(plan, barriers):
+        bar.release_all(handshake, slots)
+
+    def compute_item(item: WorkItem, count: jax.Array) -> jax.Array:
+        work = _work(plan, refs.inputs, item)
+
+        def with_dk(dk: Ref) -> Any:
+            with_dv = lambda dv: _walk(Worker(plan, refs, wg, work, dk, dv), count)  # noqa: E731
+            return tensor_cores.accumulator(with_dv, sums[1], accumulators.dv)
+
+        end, dk, dv = tensor_cores.accumulator(with_dk, sums[0], accumulators.dk)
+        if plan.spec.dropout_rate > 0:
+            dv = dv * (1 / (1 - plan.spec.dropout_rate))
+        way = backward_columns if config.shares_keys else backward_keys
+        way.store_tile(Worker(plan, refs, wg, work, None, None), dk * work.scores.scale, dv)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(barriers.k.consumed.at[0])
+        plgpu.barrier_arrive(barriers.v.consumed.at[0])
+        return end
+
+    _for_each_item(plan, refs.inputs, compute_item)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _work(plan: Plan, inputs: Inputs, item: WorkItem) -> Work:
+    spec = plan.spec
+    of_batch = lambda part, arrays: tuple(x[item.batch] for x in arrays) if part.uses_batch else arrays  # noqa: E731
+    key = inputs.dropout_key
+    return Work(
+        item=item,
+        q_offset=spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch],
+        scores=ScoreOperands(
+            scale=spec.scale if inputs.scale is None else inputs.scale[0],
+            score_mod=inputs.score_mod,
+            bias=inputs.bias,
+            mask=tuple(map(of_batch, spec.mask, inputs.mask)),
+            dropout_key=None if key is None else (key[0], key[1]),
+        ),
+    )
+
+
+def _walk(worker: Worker, count: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Over the item's query blocks: the masked ones, then the unmasked ones. Returns the count of blocks, dK, dV."""
+    plan, barriers, item = worker.plan, worker.refs.barriers, worker.work.item
+    way = backward_columns if plan.config.shares_keys else backward_keys
+    step = functools.partial(way.step, worker)
+    plgpu.barrier_wait(barriers.k.produced.at[0])
+    plgpu.barrier_wait(barriers.v.produced.at[0])
+
+    def walk_head(head: jax.Array, count: jax.Array) -> jax.Array:
+        block = functools.partial(_block, plan, head)
+        masked_steps = item.q_end - item.q_start - (item.full_end - item.full_start)
+        if plan.some_masked:
+
+            @pl.loop(0, masked_steps)
+            def _masked(i: jax.Array) -> None:
+                step(block(_query_block(item, i), count + i, masked=True))
+
+        # The loops' index is the block: registers are short.
+        before = count + masked_steps - item.full_start
+        rest = item.full_start
+        if plan.config.unroll == 2:
+            rest = item.full_end - lax.rem(item.full_end - item.full_start, jnp.int32(2))
+
+            @pl.loop(item.full_start, rest, step=2)
+            def _pair(i: jax.Array) -> None:
+                first = block(i, before + i, drain=False)
+                step(first)
+                step(block(i + 1, before + i + 1), first)
+
+        @pl.loop(rest, item.full_end)
+        def _unmasked(i: jax.Array) -> None:
+            step(block(i, before + i))
+
+        return count + item.q_end - item.q_start
+
+    end = _for_each_head(plan, item, walk_head, count)
+    return end, plan.tensor_cores.load(worker.dk, pending=0), plan.tensor_cores.load(worker.dv, pending=0)
+
+
+def _block(
+    plan: Plan, head: jax.Array, qi: jax.Array, count: jax.Array, *, masked: bool = False, drain: bool = True
+) -> Block:
+    """The query block `qi`, the `count`th of this CTA."""
+    return Block(
+        head=head,
+        q_base=qi * plan.config.block_q,
+        q_slot=_slot(count, plan.config.num_stages),
+        dout_slot=_slot(count, plan.config.dout_stages),
+        parity=_slot(count, 2),
+        zero=lax.shift_right_logical(count, jnp.int32(31)),
+        masked=masked,
+        drain=drain,
+    )

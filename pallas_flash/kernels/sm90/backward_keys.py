@@ -1,0 +1,119 @@
+"""The backward step where each compute warpgroup has keys of its own, and dK and dV of those keys in registers.
+
+S^T = K Q^T and dP^T = V dO^T come out as the P^T and dS^T in registers that dV += P^T dO and dK += dS^T Q want. Only
+dS^T passes through shared memory: dQ = dS K sums over the keys of both warpgroups, each of which makes half of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.kernels.sm90 import backward_tile as tile_
+from pallas_flash.kernels.sm90.backward_config import BLOCK
+from pallas_flash.kernels.sm90.backward_plan import Block, Ref, Worker
+from pallas_flash.kernels.tile_scores import TileScores
+
+
+def _own_keys(wg: int) -> Any:
+    return pl.ds(wg * BLOCK, BLOCK)
+
+
+def step(worker: Worker, block: Block, undrained: Block | None = None) -> None:
+    """One block of queries. The last product of `undrained`, the block before, is still in flight."""
+    plan, refs, wg = worker.plan, worker.refs, worker.wg
+    tensor_cores, (_, _, buffers, barriers) = plan.tensor_cores, refs
+    ds = _make_ds(worker, block, undrained)
+    buffers.ds[block.parity, _own_keys(wg)] = ds
+    tile_.meet(refs)
+    (chunk,) = plan.config.dq_chunks(wg, plan.shapes.head_dim)
+    row, column, columns = chunk
+
+    def dq_product(acc: Ref) -> jax.Array:
+        own_ds = buffers.ds.at[block.parity, :, pl.ds(row, BLOCK)].transpose((1, 0))
+        tensor_cores.start(acc, own_ds, buffers.k.at[block.zero, :, pl.ds(column, columns)])
+        dk_ds = ds if plan.config.ds_in_registers else buffers.ds.at[block.parity, _own_keys(wg)]
+        tensor_cores.start(worker.dk, dk_ds, buffers.q.at[block.q_slot])
+        return tensor_cores.load(acc, pending=1)
+
+    dq = tensor_cores.accumulator(dq_product, (BLOCK, columns), worker.accumulators.dq[0])
+    plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
+    tile_.add_dq(worker, block, chunk, dq)
+    if block.drain:
+        tensor_cores.wait(0)
+        plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
+
+
+def _make_ds(worker: Worker, block: Block, undrained: Block | None) -> jax.Array:
+    """dS^T, 16-bit: the gradient of scale * q.k, as the scale comes at the end. dV += P^T dO is on its way."""
+    plan, (_, _, buffers, barriers), own = worker.plan, worker.refs, _own_keys(worker.wg)
+    tensor_cores, shape = plan.tensor_cores, (BLOCK, plan.config.block_q)
+    tile = tile_.tile_scores(worker, block)
+
+    def with_scores(s: Ref) -> Any:
+        # K and V at an index that the compiler does not know to be 0: else it would hold their many addresses in
+        # registers throughout the loop.
+        tensor_cores.start(s, buffers.k.at[block.zero, own], buffers.q.at[block.q_slot].transpose((1, 0)))
+        plgpu.barrier_wait(barriers.dout.produced.at[block.dout_slot])
+        return tensor_cores.accumulator(functools.partial(with_dp, s), shape, worker.accumulators.dp)
+
+    def with_dp(s: Ref, dp: Ref) -> Any:
+        dout = buffers.dout.at[block.dout_slot]
+        tensor_cores.start(dp, buffers.v.at[block.zero, own], dout.transpose((1, 0)))
+        scores = tensor_cores.load(s, pending=1)
+        if undrained is not None:
+            plgpu.barrier_arrive(barriers.q.consumed.at[undrained.q_slot])
+        p, derivative = tile_.weights(worker, block, tile, scores)
+        # ptxas moves nothing over the branch of a wait: without it, most exponentials would come after the wait for dP
+        # instead of beside its product.
+        p, delta_slot = lax.optimization_barrier((p, block.dout_slot))
+        plgpu.barrier_wait(barriers.delta_produced.at[delta_slot])
+        if plan.config.ds_in_registers:
+            delta = tile_.load_columns(buffers.rows.delta.at[delta_slot])
+            ds = _ds(worker, block, tile, (p, derivative, tensor_cores.load(dp, pending=0)), delta)
+            p, ds = lax.optimization_barrier((tile.kept(p).astype(plan.dtype), ds.astype(plan.dtype)))
+            start_dv(p)
+            return ds
+        # Then dV need not wait for dS.
+        dp_value = tensor_cores.load(dp, pending=0)
+        start_dv(lax.optimization_barrier(tile.kept(p).astype(plan.dtype)))
+        delta_slot = tile_.border(block, delta_slot, barriers.delta_produced.at[delta_slot])
+        delta = tile_.load_columns(buffers.rows.delta.at[delta_slot])
+        return _ds(worker, block, tile, (p, derivative, dp_value), delta).astype(plan.dtype)
+
+    def start_dv(p: jax.Array) -> None:
+        tensor_cores.start(worker.dv, p, buffers.dout.at[block.dout_slot])
+
+    # Waits come before an accumulator's scope: where the product follows at once, its zeros need no instructions.
+    plgpu.barrier_wait(barriers.q.produced.at[block.q_slot])
+    return tensor_cores.accumulator(with_scores, shape, worker.accumulators.scores)
+
+
+def _ds(
+    worker: Worker,
+    block: Block,
+    tile: TileScores,
+    weights: tuple[jax.Array, jax.Array | None, jax.Array],
+    delta: jax.Array,
+) -> jax.Array:
+    p, derivative, dp = weights
+    ds = tile_.dlogits(worker, block, tile, p, dp, delta)
+    return ds if derivative is None else tile_.times(ds, derivative)
+
+
+def store_tile(worker: Worker, dk: jax.Array, dv: jax.Array) -> None:
+    """dK and dV take the place of K and V in shared memory, once no warpgroup multiplies with K any more."""
+    plan, (_, outputs, buffers, _), item = worker.plan, worker.refs, worker.work.item
+    own = _own_keys(worker.wg)
+    keys = pl.ds(item.ki * plan.config.block_kv + worker.wg * BLOCK, BLOCK)
+    tile_.meet(worker.refs)
+    buffers.v[0, own] = dv.astype(plan.dtype)
+    buffers.k[0, own] = dk.astype(plan.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffers.v.at[0, own], outputs.dv.at[item.batch, keys, item.kv_head])
+    plgpu.copy_smem_to_gmem(buffers.k.at[0, own], outputs.dk.at[item.batch, keys, item.kv_head])

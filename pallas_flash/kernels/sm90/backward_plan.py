@@ -1,0 +1,220 @@
+"""What the Hopper backward kernel works with: its operands, buffers, barriers and static facts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.kernels import barriers as bar
+from pallas_flash.kernels import matmul, memory
+from pallas_flash.kernels.sm90.backward_config import BLOCK, COMPUTE_WGS, BackwardConfig
+from pallas_flash.kernels.sm90.backward_schedule import WorkItem
+from pallas_flash.kernels.tile_scores import ScoreOperands
+from pallas_flash.spec import AttentionSpec, Shapes
+
+Ref = Any
+
+
+class Rows(NamedTuple):
+    """What the backward pass needs of each query row beside q and dout, float32 [B, N, T rounded up]."""
+
+    lse_log2: Any  # what P = exp2(logits_log2 - lse_log2) subtracts; +inf in a row with no key and behind the last one
+    delta: Any  # sum(out * dout) - dlse; 0 in those rows
+    m: Any  # None, or P = exp2((logits - m) * log2(e) - lse_log2)
+
+
+class Inputs(NamedTuple):
+    """In device memory; what is absent is None."""
+
+    work: Ref
+    q: Ref
+    k: Ref
+    v: Ref
+    dout: Ref
+    rows: Rows
+    scale: Ref | None  # [1]
+    q_offset: Ref | None  # [B]
+    score_mod: tuple[Ref, ...]  # these as in spec.Operands
+    bias: Ref | None
+    mask: tuple[tuple[Ref, ...], ...]
+    dropout_key: Ref | None
+    dq: Ref  # float32 [B, T, N, H], zero at first: the only one that is written
+
+
+class Outputs(NamedTuple):
+    dk: Ref  # [B, S, K, H]
+    dv: Ref  # [B, S, K, Hv]
+
+
+class Buffers(NamedTuple):
+    k: Ref  # [1, block_kv, H]; at the end dK
+    v: Ref  # [1, block_kv, Hv]; at the end dV
+    q: Ref  # [num_stages, block_q, H]
+    dout: Ref  # [dout_stages, block_q, Hv]
+    rows: Rows  # [stages, block_q]
+    ds: Ref  # [2 or 1, block_kv, block_q]
+    dq: Ref  # [warpgroups, rows, columns], float32
+    p: Ref | None  # [2, block_kv, block_q], where the warpgroups share the keys
+    slopes: Ref | None  # likewise [block_kv, block_q], P before dropout times the derivative of the logits
+    accumulators: Accumulators
+
+
+class Accumulators(NamedTuple):
+    """[warpgroups, rows, columns], which only the interpreter needs in memory."""
+
+    scores: Ref | None
+    dp: Ref | None
+    dq: tuple[Ref | None, ...]
+    dk: Ref | None
+    dv: Ref | None
+
+    def of(self, wg: int) -> Accumulators:
+        return jax.tree.map(lambda ref: ref.at[wg], self, is_leaf=lambda x: x is not None and not isinstance(x, tuple))
+
+
+class Barriers(NamedTuple):
+    k: bar.Handshake
+    v: bar.Handshake
+    q: bar.Handshake  # with lse_log2 and m
+    dout: bar.Handshake
+    delta_produced: Ref  # it is consumed with dout
+    meeting: Ref  # of the compute warpgroups
+
+
+class Refs(NamedTuple):
+    inputs: Inputs
+    outputs: Outputs
+    buffers: Buffers
+    barriers: Barriers
+
+
+class Work(NamedTuple):
+    """A work item as one compute warpgroup sees it."""
+
+    item: WorkItem
+    q_offset: Any
+    scores: ScoreOperands
+
+
+class Worker(NamedTuple):
+    """One compute warpgroup with its work, and everything that it works with."""
+
+    plan: Plan
+    refs: Refs
+    wg: int
+    work: Work
+    dk: Ref  # accumulators
+    dv: Ref
+
+    @property
+    def accumulators(self) -> Accumulators:
+        return self.refs.buffers.accumulators.of(self.wg)
+
+
+class Block(NamedTuple):
+    """A block of queries of one head, which some key tile meets."""
+
+    head: jax.Array
+    q_base: jax.Array
+    q_slot: jax.Array  # of the buffers
+    dout_slot: jax.Array
+    parity: jax.Array
+    zero: jax.Array  # 0, which the compiler does not know
+    masked: bool
+    drain: bool  # whether the tensor cores must be done with it at its end
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about a kernel."""
+
+    spec: AttentionSpec
+    shapes: Shapes
+    dtype: Any
+    config: BackwardConfig
+    tensor_cores: matmul.TensorCores
+    interpreted: bool
+    any_logits: bool  # a bias or a score_mod may make them as large as float32 goes
+
+    @property
+    def some_masked(self) -> bool:
+        return bool(self.spec.mask) or self.kv_len_if_cut is not None
+
+    @property
+    def kv_len_if_cut(self) -> int | None:
+        """The number of keys, if the last tile is not full."""
+        return self.shapes.kv_len if self.shapes.kv_len % self.config.block_kv else None
+
+    @property
+    def scaled_only(self) -> bool:
+        """Whether nothing but a factor stands between q.k and the logits."""
+        return not self.any_logits and self.spec.soft_cap is None
+
+    @property
+    def derivative(self) -> bool:
+        """Whether the logits have another derivative by scale * q.k than 1."""
+        return self.spec.soft_cap is not None or self.spec.score_mod is not None
+
+    @property
+    def slopes(self) -> bool:
+        """Whether the warpgroup that makes dS needs another matrix than the one that multiplies dO."""
+        return self.config.shares_keys and (self.derivative or self.spec.dropout_rate > 0)
+
+    @property
+    def dq_slices(self) -> int:
+        """Of the buffer for dQ. The interpreter adds nothing up: each key tile has a slice of its own there."""
+        return -(-self.shapes.kv_len // self.config.block_kv) if self.interpreted else 1
+
+
+def buffers(plan: Plan) -> Buffers:
+    shapes, config = plan.shapes, plan.config
+    matrix = functools.partial(memory.matrix, dtype=plan.dtype)
+    block_q, block_kv = config.block_q, config.block_kv
+    scratch = lambda columns: plan.tensor_cores.scratch((COMPUTE_WGS, BLOCK, columns))  # noqa: E731
+    columns = config.dq_columns(shapes.head_dim)
+    return Buffers(
+        k=matrix((1, block_kv, shapes.head_dim)),
+        v=matrix((1, block_kv, shapes.value_head_dim)),
+        q=matrix((config.num_stages, block_q, shapes.head_dim)),
+        dout=matrix((config.dout_stages, block_q, shapes.value_head_dim)),
+        rows=Rows(
+            memory.rows((config.num_stages, block_q)),
+            memory.rows((config.dout_stages, block_q)),
+            memory.rows((config.num_stages, block_q)) if plan.any_logits else None,
+        ),
+        ds=matrix((1 if config.shares_keys else 2, block_kv, block_q)),
+        dq=memory.matrix((COMPUTE_WGS, BLOCK, columns), jnp.float32),
+        p=matrix((2, block_kv, block_q)) if config.shares_keys else None,
+        slopes=matrix((block_kv, block_q)) if plan.slopes else None,
+        accumulators=Accumulators(
+            scores=scratch(block_q),
+            dp=scratch(block_q),
+            dq=tuple(scratch(columns) for _ in config.dq_chunks(0, shapes.head_dim)),
+            dk=scratch(config.sum_columns(shapes.head_dim)),
+            dv=scratch(config.sum_columns(shapes.value_head_dim)),
+        ),
+    )
+
+
+def barriers(plan: Plan) -> Barriers:
+    config = plan.config
+    return Barriers(
+        k=bar.handshake(1, COMPUTE_WGS),
+        v=bar.handshake(1, COMPUTE_WGS),
+        q=_handshake_of_copies(config.num_stages, 3 if plan.any_logits else 2),
+        dout=_handshake_of_copies(config.dout_stages, 1),
+        delta_produced=plgpu.Barrier(num_barriers=config.dout_stages),
+        meeting=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+    )
+
+
+def _handshake_of_copies(slots: int, copies: int) -> bar.Handshake:
+    return bar.Handshake(
+        produced=plgpu.Barrier(num_barriers=slots, num_arrivals=copies),
+        consumed=plgpu.Barrier(num_barriers=slots, num_arrivals=COMPUTE_WGS),
+    )

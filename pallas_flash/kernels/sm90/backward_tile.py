@@ -1,0 +1,115 @@
+"""What the compute warpgroups of the Hopper backward kernel do with one tile, however they share the work.
+
+Tiles have keys as rows: what belongs to a query is one value a column.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.kernels import memory
+from pallas_flash.kernels.sm90.backward_config import BLOCK
+from pallas_flash.kernels.sm90.backward_plan import Block, Ref, Refs, Worker
+from pallas_flash.kernels.tile_mask import TileIndex
+from pallas_flash.kernels.tile_scores import TileScores
+from pallas_flash.spec import LOG2E
+
+
+def meet(refs: Refs) -> None:
+    """Wait until both warpgroups are here; then each sees what the other wrote to shared memory."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.barriers.meeting)
+    plgpu.barrier_wait(refs.barriers.meeting)
+
+
+def border(block: Block, value: jax.Array, barrier: Ref) -> jax.Array:
+    """A branch that is never taken and that ptxas cannot remove: it moves nothing over it."""
+    pl.when(block.zero != 0)(lambda: plgpu.barrier_wait(barrier))
+    return lax.optimization_barrier(value)
+
+
+def load_columns(ref: Ref) -> jax.Array:
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+
+def columns_like(columns: jax.Array, tile: jax.Array) -> jax.Array:
+    """One value a column, for every row of the tile."""
+    return lax.broadcast_in_dim(columns, tile.shape, (1,))
+
+
+def tile_scores(worker: Worker, block: Block) -> TileScores:
+    plan, work = worker.plan, worker.work
+    own_keys = 0 if plan.config.shares_keys else worker.wg * BLOCK
+    index = TileIndex(
+        shape=(BLOCK, plan.config.block_q),
+        batch=work.item.batch,
+        head=block.head,
+        q_base=block.q_base,
+        kv_base=work.item.ki * plan.config.block_kv + own_keys,
+        q_offset=work.q_offset,
+        transposed=True,
+    )
+    return TileScores(plan.spec, work.scores, index, plan.tensor_cores)
+
+
+class Weights(NamedTuple):
+    p: jax.Array  # P^T before dropout
+    derivative: jax.Array | None  # of the logits by scale * q.k; None: 1
+
+
+def weights(worker: Worker, block: Block, tile: TileScores, scores: jax.Array) -> Weights:
+    """From K Q^T."""
+    plan, rows = worker.plan, worker.refs.buffers.rows
+    lse_log2 = load_columns(rows.lse_log2.at[block.q_slot])
+    derivative = None
+    raw_masked = block.masked and plan.scaled_only and plan.spec.scale is not None and plan.spec.scale > 0
+    if raw_masked:  # -inf stays -inf, and the product joins the subtraction below
+        scores = tile.masked(scores, plan.kv_len_if_cut)
+    if plan.scaled_only:
+        logits, to_log2 = scores * (tile.operands.scale * LOG2E), 1.0
+    else:
+        logits, to_log2 = tile.logits(scores), LOG2E
+        derivative = tile.derivative(scores) if plan.derivative else None
+    if block.masked and not raw_masked:
+        logits = tile.masked(logits, plan.kv_len_if_cut)
+    if rows.m is not None:
+        logits = logits - columns_like(load_columns(rows.m.at[block.q_slot]), scores)
+    if to_log2 != 1:
+        logits = logits * to_log2
+    return Weights(jnp.exp2(logits - columns_like(lse_log2, scores)), derivative)
+
+
+def dlogits(worker: Worker, block: Block, tile: TileScores, p: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:
+    """The gradient of the logits, if p is P; of scale * q.k, if p is P times the derivative of the logits by it."""
+    spec = worker.plan.spec
+    if spec.dropout_rate > 0:
+        dp = tile.kept(dp) * (1 / (1 - spec.dropout_rate))
+    ds = p * (dp - columns_like(delta, p))
+    if block.masked or worker.plan.any_logits:  # where v or dout holds NaN or Inf, dP does
+        ds = jnp.where(p == 0, 0.0, ds)
+    return ds
+
+
+def times(tile: jax.Array, derivative: jax.Array) -> jax.Array:
+    """0 where the tile is, whatever the derivative of a masked pair may be."""
+    return jnp.where(tile == 0, 0.0, tile * derivative)
+
+
+def add_dq(worker: Worker, block: Block, chunk: tuple[int, int, int], dq: jax.Array) -> None:
+    """Add one of this warpgroup's parts of a block of dQ to the sum in device memory."""
+    plan, refs, wg, work, *_ = worker
+    row, column, columns = chunk
+    item = work.item
+    batch = item.batch if plan.dq_slices == 1 else item.batch + item.ki * plan.shapes.batch
+    staged = refs.buffers.dq.at[wg]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last part's
+    staged[...] = dq
+    plgpu.commit_smem()
+    target = refs.inputs.dq.at[batch, pl.ds(block.q_base + row, BLOCK), block.head, pl.ds(column, columns)]
+    memory.add_matrix(staged, target, interpreted=plan.interpreted)

@@ -1,0 +1,150 @@
+"""The backward kernels' own bodies in Pallas' GPU interpreter, with race detection, against gradients in float32.
+
+test_interpret.py says what that can see, and why the cases run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash import masks, xla
+from pallas_flash.kernels.sm90 import backward_pass
+from pallas_flash.kernels.sm90.backward_config import BackwardConfig
+from pallas_flash.spec import AttentionSpec, Cotangents, Gradients, Operands
+from tests.test_interpret import failure, operands_of, races_found, score_mod
+
+ROOT = Path(__file__).parent.parent
+CAUSAL = masks.Band(None, 0)
+COLUMNS = BackwardConfig(unroll=2, ds_in_registers=False)
+BY_ROWS = BackwardConfig(block_q=128)
+SHARED = BackwardConfig(block_kv=64, dout_stages=1)
+TOLERANCE = 4e-3  # of bfloat16, relative to the gradient's norm
+
+rng = np.random.default_rng(1)
+DOCUMENTS = jnp.asarray(np.sort(rng.integers(0, 3, (1, 128)), 1), jnp.int32)
+TABLE = jnp.asarray(rng.integers(1, 4, 5))
+SIGMOID = score_mod(lambda s, b, h, q, k: TABLE[(q + k) % 5] * s / (1 + jnp.exp(-s)))
+STRIPES = masks.predicate(lambda b, h, q, k: (q // 3 + k) % 5 != 0)
+
+
+def both(
+    spec: AttentionSpec, operands: Operands, config: BackwardConfig, *, dlse: bool = True
+) -> tuple[Gradients, Gradients]:
+    """The kernel's gradients, and those in float32."""
+    operands = operands._replace(mask=operands.mask or ((),) * len(spec.mask))
+    exact = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in ("q", "k", "v")})
+    residuals = xla.forward(spec, exact).residuals
+    rng = np.random.default_rng(1)
+    dout = jnp.asarray(rng.normal(size=residuals.out.shape), operands.q.dtype)
+    cotangents = Cotangents(dout, jnp.asarray(rng.normal(size=residuals.m.shape) * dlse, jnp.float32))
+    want = xla.backward(spec, exact, residuals, cotangents._replace(out=dout.astype(jnp.float32)))
+    residuals = residuals._replace(out=residuals.out.astype(operands.q.dtype))
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    got = backward_pass.backward(spec, operands, residuals, cotangents, config=config, interpret=interpret)
+    assert not races_found()
+    return got, want
+
+
+def errors(got: Gradients, want: Gradients) -> dict[str, float]:
+    """Relative errors, by field."""
+    error = {}
+    for name, x, y in zip(Gradients._fields, got, want, strict=True):
+        assert (x is None) == (y is None), name
+        if y is not None and name != "score_mod":
+            norm = np.linalg.norm(np.asarray(y, np.float32))
+            error[name] = float(np.linalg.norm(np.asarray(x, np.float32) - np.asarray(y, np.float32)) / max(norm, 1e-9))
+    return error
+
+
+def check(spec: AttentionSpec, operands: Operands, config: BackwardConfig) -> None:
+    found = errors(*both(spec, operands, config))
+    assert max(found.values()) < TOLERANCE, found
+
+
+CASES = {
+    "causal, grouped heads, 128": (
+        AttentionSpec(0.1, (CAUSAL,)),
+        operands_of(1, 320, 192, 2, 1, (128, 128)),
+        COLUMNS,
+    ),
+    "soft cap, sinks, float16, persistent, cut-off keys and queries": (
+        AttentionSpec(0.125, soft_cap=3.0),
+        operands_of(1, 133, 200, 2, 2, (64, 64), jnp.float16, sinks=jnp.array([0.5, -jnp.inf])),
+        dataclasses.replace(BY_ROWS, num_ctas=2, head_group=2, ds_in_registers=False),
+    ),
+    "window, dead rows, head dims": (
+        AttentionSpec(0.125, (masks.Band(20, -3),), q_offset=-10),
+        operands_of(1, 200, 160, 1, 1, (24, 72)),
+        BY_ROWS,
+    ),
+    "traced scale < 0 and offsets, prefix, chunks, lengths": (
+        AttentionSpec(
+            None, (masks.PrefixLM(), masks.Chunked(100), masks.QueryLengths(), masks.KeyValueLengths()), q_offset=None
+        ),
+        operands_of(
+            2, 128, 192, 1, 1, (64, 64), scale=jnp.float32(-0.1), q_offset=jnp.array([0, 50]),
+            mask=((jnp.array([30, 150]),), (), (jnp.array([70, 128]),), (jnp.array([150, 192]),)),
+        ),
+        BY_ROWS,
+    ),
+    "shared keys: score_mod, soft cap, segments, dropout": (
+        AttentionSpec(0.1, (masks.Segments(),), soft_cap=4.0, score_mod=SIGMOID["spec"], dropout_rate=0.2),
+        operands_of(
+            1, 128, 128, 1, 1, (200, 136), mask=((DOCUMENTS, DOCUMENTS),), score_mod=SIGMOID["operands"],
+            dropout_key=jnp.array([7, 2**32 - 5], jnp.uint32),
+        ),
+        SHARED,
+    ),
+    "dropout, a predicate, a dense mask": (
+        AttentionSpec(0.125, (*STRIPES.parts, masks.Dense()), dropout_rate=0.2),
+        operands_of(
+            1, 128, 128, 1, 1, (64, 64), mask=(*STRIPES.arrays, (jnp.asarray(rng.random((1, 1, 128, 128)) < 0.8),)),
+            dropout_key=jnp.array([1, 2], jnp.uint32),
+        ),
+        BY_ROWS,
+    ),
+    "shared keys: causal, grouped heads": (
+        AttentionSpec(0.07, (CAUSAL,)),
+        operands_of(1, 130, 128, 2, 1, (256, 256)),
+        dataclasses.replace(SHARED, num_ctas=1),
+    ),
+}  # fmt: skip
+
+
+def check_that_a_wrong_mask_is_noticed() -> None:
+    """The comparison is no formality: a band that is one key too wide fails it."""
+    operands = operands_of(1, 64, 64, 1, 1, (64, 64), mask=((),))
+    spec = AttentionSpec(0.125, (CAUSAL,))
+    want = both(spec, operands, BY_ROWS)[1]
+    got = both(dataclasses.replace(spec, mask=(masks.Band(None, 1),)), operands, BY_ROWS)[0]
+    assert min(errors(got, want)[x] for x in ("q", "k", "v")) > 10 * TOLERANCE
+
+
+def main() -> None:
+    """Run every case and say how it went; exit with 1 if any failed."""
+    checks = {name: (check, *case) for name, case in CASES.items() if not sys.argv[1:] or sys.argv[1] in name}
+    checks["a wrong mask is noticed"] = (check_that_a_wrong_mask_is_noticed,)
+    failures = {name: failure(*call) for name, call in checks.items()}
+    for name, problem in failures.items():
+        print(f"{name}: {problem or 'passed'}", flush=True)
+    sys.exit(any(failures.values()))
+
+
+def test_the_kernels_are_right_and_have_no_race():
+    environment = os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.test_interpret_backward"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count(": passed\n") == len(CASES) + 1
+
+
+if __name__ == "__main__":
+    main()

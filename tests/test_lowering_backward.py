@@ -1,0 +1,147 @@
+"""The backward kernel lowers for CUDA, in every configuration of the table and with every feature, without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_flash import elementwise, masks
+from pallas_flash.kernels import sm90
+from pallas_flash.kernels.sm90 import backward_pass
+from pallas_flash.kernels.sm90.backward_config import BackwardConfig
+from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES
+from pallas_flash.spec import AttentionSpec, Cotangents, Operands, Residuals
+from pallas_flash.tuning import cache
+from tests.test_lowering import operands_of
+
+CAUSAL = masks.Band(None, 0)
+TABLE = cache.entries("sm90_backward")
+array = jax.ShapeDtypeStruct
+
+
+def arguments(operands: Operands) -> tuple[Operands, Residuals, Cotangents]:
+    batch, q_len, _, num_q_heads, _, _, value_head_dim = operands.shapes
+    out = array((batch, q_len, num_q_heads, value_head_dim), operands.q.dtype)
+    rows = array((batch, num_q_heads, q_len), jnp.float32)
+    return operands, Residuals(out, rows, rows), Cotangents(out, rows)
+
+
+def lower(spec: AttentionSpec, operands: Operands, config: BackwardConfig | None = None) -> str:
+    operands = operands._replace(mask=operands.mask or ((),) * len(spec.mask))
+    leaves, tree = jax.tree.flatten(arguments(operands))
+    backward = sm90.backward if config is None else lambda *args: backward_pass.backward(*args, config=config)
+    call = lambda *leaves: backward(spec, *jax.tree.unflatten(tree, leaves))  # noqa: E731
+    return jax.jit(call).trace(*leaves).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("entry", TABLE, ids=lambda e: "-".join(map(str, e["case"].values())))
+def test_every_tuned_config_lowers(entry, dtype):
+    case, config = cache.Case(**entry["case"]), BackwardConfig(**entry["config"])
+    dims = case.head_dim, case.value_head_dim
+    spec = AttentionSpec(
+        0.1, () if case.mask == "full" else (CAUSAL,), soft_cap=9.0 if case.mask == "general" else None
+    )
+    assert config.fits(*dims)
+    assert config.shared_bytes(config.padded(*dims), 2, slopes=True, maximum=False) <= MAX_SHARED_BYTES
+    assert "mosaic_gpu" in lower(spec, operands_of(dims, dtype=dtype), config)
+
+
+def score_mod(function):
+    return elementwise.trace("score_mod", function, {"score": np.float32, **elementwise.PLACE}, np.float32)
+
+
+CAP, _ = score_mod(lambda s, b, h, q, k: 5 * jnp.tanh(s / 5) - (q - k) * 0.1)
+STRIPES = masks.predicate(lambda b, h, q, k: (q + k) % 3 != 0).parts
+KEY = array((2,), jnp.uint32)
+INTS = (array((2,), jnp.int32),)
+
+FEATURES = {
+    "odd sizes": (AttentionSpec(0.1, (CAUSAL,)), operands_of((72, 40), 77, 133)),
+    "one query": (AttentionSpec(0.1), operands_of((128, 128), 1, 1)),
+    "window, different head dims": (AttentionSpec(0.1, (masks.Band(100, 0),)), operands_of((192, 128))),
+    "soft cap, sinks": (
+        AttentionSpec(0.1, (CAUSAL,), soft_cap=30.0),
+        operands_of((128, 128), sinks=array((8,), jnp.float32)),
+    ),
+    "traced scale and offsets": (
+        AttentionSpec(None, (CAUSAL,), q_offset=None),
+        operands_of((64, 64), scale=array((), jnp.float32), q_offset=INTS[0]),
+    ),
+    "chunks, prefix, lengths": (
+        AttentionSpec(0.1, (masks.Chunked(64), masks.PrefixLM(), masks.QueryLengths(), masks.KeyValueLengths())),
+        operands_of((64, 64), mask=((), INTS, INTS, INTS)),
+    ),
+    "segments, dropout, score_mod": (
+        AttentionSpec(0.1, (masks.Segments(),), score_mod=CAP, dropout_rate=0.1),
+        operands_of((64, 64), mask=((array((2, 1024), jnp.int32),) * 2,), dropout_key=KEY),
+    ),
+    "a predicate, a dense mask, score_mod, 256": (
+        AttentionSpec(0.1, (*STRIPES, masks.Dense()), score_mod=CAP),
+        operands_of((256, 256), mask=((), (array((1, 1, 1024, 1024), jnp.bool_),))),
+    ),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_lowers(feature):
+    spec, operands = FEATURES[feature]
+    assert backward_pass.obstacle(spec, operands, sm90.mask_class(spec, operands)) is None
+    assert "mosaic_gpu" in lower(spec, operands)
+
+
+@pytest.mark.parametrize("way", ["vmap", "scan", "shard_map", "x64"])
+def test_it_lowers_inside(way):
+    """What users wrap around a call."""
+    spec = AttentionSpec(None, (CAUSAL,), q_offset=None, soft_cap=30.0)
+    operands = operands_of((64, 64), scale=array((), jnp.float32), q_offset=INTS[0], mask=((),))
+    leaves, tree = jax.tree.flatten(arguments(operands))
+    call = lambda *leaves: sm90.backward(spec, *jax.tree.unflatten(tree, leaves))  # noqa: E731
+    one, several = call, [array((3, *x.shape), x.dtype) for x in leaves]
+    if way == "vmap":
+        call, leaves = jax.vmap(one), several
+    elif way == "scan":
+        call, leaves = (lambda *xs: jax.lax.scan(lambda carry, x: (carry, one(*x)), 0, xs)), several
+    elif way == "shard_map":
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        specs = tuple(jax.P("data") if leaf.ndim else jax.P() for leaf in leaves)
+        out = jax.tree.map(lambda x: jax.P("data") if x.ndim else jax.P(), jax.eval_shape(one, *leaves))
+        call = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    with jax.enable_x64(way == "x64"):
+        assert "mosaic_gpu" in jax.jit(call).trace(*leaves).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_what_the_kernel_cannot_do_goes_another_way():
+    operands, spec = operands_of((64, 64)), AttentionSpec(0.1)
+    slopes = array((8,), jnp.float32)
+    others = [
+        (dataclasses.replace(spec, deterministic=True), operands),
+        (spec, operands._replace(bias=array((1, 1, 1, 1024), jnp.float32))),
+        (dataclasses.replace(spec, score_mod=CAP), operands._replace(score_mod=(slopes,))),
+    ]
+    assert backward_pass.obstacle(spec, operands, "full") is None
+    for other_spec, other_operands in others:
+        assert backward_pass.obstacle(other_spec, other_operands, "full")
+    assert "mosaic_gpu" not in lower(*others[0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_q": 32},
+        {"block_kv": 256},
+        {"block_q": 128, "block_kv": 64},
+        {"num_stages": 3},
+        {"dout_stages": 3},
+        {"unroll": 2, "block_kv": 64},
+        {"head_group": 0},
+        {"num_ctas": 0},
+    ],
+)
+def test_a_config_names_what_is_wrong(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        BackwardConfig(**wrong)
