@@ -47,6 +47,8 @@ LAYERS = {
     "pallas_flash.distributed": 7,
     "pallas_flash.benchmarks": 7,
     "pallas_flash.tuning.search": 7,
+    "pallas_flash.tuning.kernels": 7,
+    "pallas_flash.tuning.__main__": 7,
     "models": 8,
     "demo": 9,
     "train_demo": 10,

@@ -99,7 +99,7 @@ def forward_fits(config: ForwardConfig, spec: AttentionSpec, operands: Operands)
     same_buffer = config.out_has_own_buffer or shapes.head_dim == shapes.value_head_dim
     hides = bool(spec.mask) or operands.bias is not None
     cleanable = not hides or config.block_kv >= MIN_MASKED_BLOCK
-    needed = config.shared_bytes(*padded_head_dims(shapes), operands.q.dtype.itemsize)
+    needed = config.shared_bytes(*padded_head_dims(shapes), operands.q.dtype.itemsize, hides_values=hides)
     return same_buffer and cleanable and needed <= MAX_SHARED_BYTES
 
 

@@ -67,11 +67,12 @@ class ForwardConfig:
     def copy_registers(self) -> int:
         return {1: 40, 2: 40, 3: 32}[self.compute_wgs]
 
-    def shared_bytes(self, head_dim: int, value_head_dim: int, itemsize: int) -> int:
-        """What a CTA needs of `MAX_SHARED_BYTES`."""
+    def shared_bytes(self, head_dim: int, value_head_dim: int, itemsize: int, *, hides_values: bool) -> int:
+        """What a CTA needs of `MAX_SHARED_BYTES`. hides_values: whether some values may need cleaning (junk.py)."""
         q, out = (self.tile_q * dim * itemsize for dim in (head_dim, value_head_dim))
         k, v = (self.num_stages * self.block_kv * dim * itemsize for dim in (head_dim, value_head_dim))
-        rows, keys = self.tile_q * 4, self.num_stages * self.block_kv * 4
+        rows = self.tile_q * 4
+        junk = (self.num_stages * self.block_kv * 4, BUFFER_ALIGNMENT) if hides_values else ()
         own = out * self.out_has_own_buffer
-        buffers = (q if self.out_has_own_buffer else max(q, out), k, v, own, rows, rows, keys, BUFFER_ALIGNMENT)
+        buffers = (q if self.out_has_own_buffer else max(q, out), k, v, own, rows, rows, *junk)
         return sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers) + BARRIER_BYTES
