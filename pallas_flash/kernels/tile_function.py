@@ -115,7 +115,7 @@ FLOAT_ONLY = ("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt")  # in f
 INTEGER_ONLY = ("rem",)
 NESTED = ("jit", "pjit", "closed_call", "custom_jvp_call")
 WINDOWS = ("slice", "dynamic_slice", "squeeze")
-IDENTITIES = ("copy", "pvary")
+IDENTITIES = ("copy", "pvary", "stop_gradient")
 
 
 def obstacle(function: Elementwise) -> str | None:
