@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import elementwise, masks
+from pallas_flash import elementwise, flash_attention, masks
 from pallas_flash.kernels import sm90
 from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, ForwardConfig
 from pallas_flash.spec import AttentionSpec, Operands
@@ -168,6 +168,21 @@ def test_it_lowers_inside(way):
         call = jax.shard_map(call, mesh=mesh, in_specs=(data, data, data, every, data), out_specs=data)
     with jax.enable_x64(way == "x64"):
         assert "mosaic_gpu" in jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_functions_lower_inside_shard_map():
+    """There the arrays that they capture are marked as varying over the mesh."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    data = jax.P("data")
+
+    def call(q, k, v, slopes, ids):
+        same = masks.predicate(lambda b, h, i, j: ids[b, i] == ids[b, j])
+        score_mod = lambda s, b, h, i, j: s + slopes[h] * jnp.where(j > i, 1.0, 2.0)  # noqa: E731
+        return flash_attention(q, k, v, mask=same, score_mod=score_mod, implementation="sm90")
+
+    call = jax.shard_map(call, mesh=mesh, in_specs=(data, data, data, jax.P(), data), out_specs=data)
+    arrays = (*operands_of((64, 64))[:3], SHAPE((8,), jnp.float32), IDS)
+    assert "mosaic_gpu" in jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_batch_times_heads_may_pass_the_limits_of_a_cuda_grid():

@@ -113,14 +113,12 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "is_finite": lambda x: jnp.abs(x) < lax.full(x.shape, jnp.inf, x.dtype),
     "add_any": lax.add,  # this and the next occur in derivatives
     "one_minus_square": lambda x, **_: 1 - x * x,
-    "stop_gradient": lambda x: x,
-    "copy": lambda x: x,
-    "pvary": lambda x, **_: x,
 }
 FLOAT_ONLY = ("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt")  # in float32
 INTEGER_ONLY = ("rem",)
 NESTED = ("jit", "pjit", "closed_call", "custom_jvp_call")
 WINDOWS = ("slice", "dynamic_slice", "squeeze")
+IDENTITIES = ("copy", "pvary", "stop_gradient")
 
 
 def obstacle(function: Elementwise | Derivative) -> str | None:
@@ -168,7 +166,7 @@ def _obstacle(jaxpr: Any) -> str | None:
 def _operation_obstacle(name: str, equation: Any) -> str | None:
     scalars = all(var.aval.shape == () for var in (*equation.invars, *equation.outvars))
     dtype = equation.invars[0].aval.dtype
-    known = name in WINDOWS or (scalars and name in OPERATIONS)
+    known = name in (*WINDOWS, *IDENTITIES) or (scalars and name in OPERATIONS)
     if name in WINDOWS and equation.params.get("strides") is not None:
         known = False
     if not known:
@@ -245,6 +243,8 @@ def _evaluate(program: Program, jaxpr: Any, captures: list[Window], args: Sequen
         if name in NESTED:
             inner, arguments = _inner(equation).jaxpr, [functools.partial(read, var) for var in equation.invars]
             result = _evaluate(program, inner, program.inner[id(inner)], arguments)
+        elif name in IDENTITIES:
+            result = read(equation.invars[0])
         elif name in WINDOWS:
             result = _window(name, [read(var) for var in equation.invars], params)
         else:
