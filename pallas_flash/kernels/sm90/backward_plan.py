@@ -121,12 +121,17 @@ class Block(NamedTuple):
 
     head: jax.Array
     q_base: jax.Array
-    q_slot: jax.Array  # of the buffers
-    dout_slot: jax.Array
-    parity: jax.Array
+    parity: Any  # of the steps, 0 or 1; static where a loop's body has two
+    q_slot: Any  # of the buffers
+    dout_slot: Any
     zero: jax.Array  # 0, which the compiler does not know
     masked: bool
     drain: bool  # whether the tensor cores must be done with it at its end
+
+    def at(self, buffer: Ref, slot: Any, *rest: Any) -> Ref:
+        """The buffer's part at a slot. The compiler must not know a slot that is the same in every step, or else it
+        holds the many addresses of the wgmma operands in it in registers throughout the loop."""
+        return buffer.at[(slot + self.zero if isinstance(slot, int) else slot, *rest)]
 
 
 @dataclasses.dataclass(frozen=True)
