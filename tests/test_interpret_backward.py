@@ -113,7 +113,7 @@ CASES = {
     ),
     "shared keys: causal, grouped heads": (
         AttentionSpec(0.07, (CAUSAL,)),
-        operands_of(1, 130, 128, 2, 1, (256, 256)),
+        operands_of(1, 100, 128, 2, 1, (192, 128)),
         dataclasses.replace(SHARED, num_ctas=1),
     ),
 }  # fmt: skip

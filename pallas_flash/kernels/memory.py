@@ -10,16 +10,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
-def matrix(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False) -> Any:
+def matrix(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False, column_parts: int = 1) -> Any:
     """A buffer of matrices (the last two axes) that wgmma can read and TMA can fill, in the widest swizzle that fits.
 
+    column_parts: it is also read in that many parts of columns.
     contract_rows: the rows are the axis that a product sums over (V in P V); wgmma then also wants their number to be
     a multiple of the elements in a swizzled row.
     """
     rows, columns = shape[-2:]
     itemsize = np.dtype(dtype).itemsize
     widths = [swizzle // itemsize for swizzle in (128, 64, 32)]
-    width = next(w for w in widths if columns % w == 0 and not (contract_rows and rows % w))
+    width = next(w for w in widths if columns // column_parts % w == 0 and not (contract_rows and rows % w))
     transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * itemsize))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 

@@ -55,10 +55,11 @@ class BackwardConfig:
         return self.block_kv == BLOCK
 
     def padded(self, head_dim: int, value_head_dim: int) -> tuple[int, int]:
-        """The head dims that the kernel works with: parts of columns must be whole swizzled rows of 128 bytes."""
-        unit = COMPUTE_WGS * 64 if self.shares_keys else 64
-        dq_unit = 64 if self.block_q == 128 else COMPUTE_WGS * 64
-        return round_up(head_dim, max(unit, dq_unit)), round_up(value_head_dim, unit)
+        """The head dims that the kernel works with: what is read in parts of columns, by whole swizzled rows."""
+        if self.shares_keys:
+            unit = COMPUTE_WGS * 32
+            return round_up(head_dim, unit), round_up(value_head_dim, unit)
+        return round_up(head_dim, 64 if self.block_q == 128 else COMPUTE_WGS * 64), round_up(value_head_dim, 64)
 
     def fits(self, head_dim: int, value_head_dim: int) -> bool:
         """Whether the sums of a warpgroup, dK and dV beside S and dP, leave it enough registers."""
@@ -74,7 +75,8 @@ class BackwardConfig:
         if self.block_q == 128:
             return ((wg * BLOCK, 0, head_dim),)
         columns = head_dim // COMPUTE_WGS
-        return tuple((0, first, 64) for first in range(wg * columns, (wg + 1) * columns, 64))
+        size = 64 if columns % 64 == 0 else columns
+        return tuple((0, first, size) for first in range(wg * columns, (wg + 1) * columns, size))
 
     def dq_columns(self, head_dim: int) -> int:
         return self.dq_chunks(0, head_dim)[0][2]

@@ -69,13 +69,11 @@ def _make_ds(worker: Worker, block: Block, undrained: Block | None) -> jax.Array
         p, derivative = tile_.weights(worker, block, tile, scores)
         # ptxas moves nothing over the branch of a wait: without it, most exponentials would come after the wait for dP
         # instead of beside its product.
-        slot = block.dout_slot
-        p, delta_slot = (
-            lax.optimization_barrier((p, slot)) if isinstance(slot, jax.Array) else (lax.optimization_barrier(p), slot)
-        )
-        plgpu.barrier_wait(barriers.delta_produced.at[delta_slot])
+        p = lax.optimization_barrier(p)
+        plgpu.barrier_wait(barriers.delta_produced.at[block.dout_slot])
+        delta_smem = block.at(buffers.rows.delta, block.dout_slot)  # read only now, as registers are short
         if plan.config.ds_in_registers:
-            delta = tile_.load_columns(buffers.rows.delta.at[delta_slot])
+            delta = tile_.load_columns(delta_smem)
             ds = _ds(worker, block, tile, (p, derivative, tensor_cores.load(dp, pending=0)), delta)
             p, ds = lax.optimization_barrier((tile.kept(p).astype(plan.dtype), ds.astype(plan.dtype)))
             start_dv(p)
@@ -83,8 +81,8 @@ def _make_ds(worker: Worker, block: Block, undrained: Block | None) -> jax.Array
         # Then dV need not wait for dS.
         dp_value = tensor_cores.load(dp, pending=0)
         start_dv(lax.optimization_barrier(tile.kept(p).astype(plan.dtype)))
-        tile_.border(block, barriers.delta_produced.at[delta_slot])
-        delta = tile_.load_columns(buffers.rows.delta.at[delta_slot])
+        tile_.border(block, barriers.delta_produced.at[block.dout_slot])
+        delta = tile_.load_columns(delta_smem)
         return _ds(worker, block, tile, (p, derivative, dp_value), delta).astype(plan.dtype)
 
     def start_dv(p: jax.Array) -> None:
