@@ -138,6 +138,7 @@ def test_what_the_kernel_cannot_do_goes_another_way():
         {"num_stages": 3},
         {"dout_stages": 3},
         {"unroll": 2, "block_kv": 64},
+        {"unroll": 2, "ds_in_registers": False},
         {"head_group": 0},
         {"num_ctas": 0},
     ],

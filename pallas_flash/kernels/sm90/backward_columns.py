@@ -37,10 +37,10 @@ def step(worker: Worker, block: Block, undrained: Block | None = None) -> None:
 
     def dq_products(accs: tuple[Ref, ...]) -> None:
         for (_, column, columns), acc in zip(chunks, accs, strict=True):
-            own_k = buffers.k.at[block.zero, :, pl.ds(column, columns)]
-            tensor_cores.start(acc, buffers.ds.at[0].transpose((1, 0)), own_k)
-        own_q = buffers.q.at[block.q_slot, :, _own_columns(worker, shapes.head_dim)]
-        tensor_cores.start(worker.dk, buffers.ds.at[0], own_q)
+            own_k = block.at(buffers.k, 0, slice(None), pl.ds(column, columns))
+            tensor_cores.start(acc, block.at(buffers.ds, 0).transpose((1, 0)), own_k)
+        own_q = block.at(buffers.q, block.q_slot, slice(None), _own_columns(worker, shapes.head_dim))
+        tensor_cores.start(worker.dk, block.at(buffers.ds, 0), own_q)
         for i, (chunk, acc) in enumerate(zip(chunks, accs, strict=True)):
             dq = tensor_cores.load(acc, pending=len(chunks) - i)
             if i == 0:
@@ -67,7 +67,7 @@ def _make_weights(worker: Worker, block: Block) -> None:
     tensor_cores, tile = plan.tensor_cores, tile_.tile_scores(worker, block)
 
     def product(s: Ref) -> jax.Array:
-        tensor_cores.start(s, buffers.k.at[block.zero], buffers.q.at[block.q_slot].transpose((1, 0)))
+        tensor_cores.start(s, block.at(buffers.k, 0), block.at(buffers.q, block.q_slot).transpose((1, 0)))
         return tensor_cores.load(s, pending=0)
 
     plgpu.barrier_wait(barriers.q.produced.at[block.q_slot])
@@ -80,7 +80,7 @@ def _make_weights(worker: Worker, block: Block) -> None:
         buffers.slopes[...] = slopes.astype(plan.dtype)
     tile_.meet(worker.refs)
     plgpu.barrier_wait(barriers.dout.produced.at[block.dout_slot])
-    own_dout = buffers.dout.at[block.dout_slot, :, _own_columns(worker, plan.shapes.value_head_dim)]
+    own_dout = block.at(buffers.dout, block.dout_slot, slice(None), _own_columns(worker, plan.shapes.value_head_dim))
     tensor_cores.start(worker.dv, kept, own_dout)
     tile_.meet(worker.refs)
 
@@ -89,16 +89,16 @@ def _make_ds(worker: Worker, block: Block) -> None:
     """The second warpgroup: dS^T to shared memory, and dV."""
     plan, (_, _, buffers, barriers) = worker.plan, worker.refs
     tensor_cores, tile = plan.tensor_cores, tile_.tile_scores(worker, block)
-    dout = buffers.dout.at[block.dout_slot]
+    dout = block.at(buffers.dout, block.dout_slot)
 
     def product(acc: Ref) -> jax.Array:
-        tensor_cores.start(acc, buffers.v.at[block.zero], dout.transpose((1, 0)))
+        tensor_cores.start(acc, block.at(buffers.v, 0), dout.transpose((1, 0)))
         return tensor_cores.load(acc, pending=0)
 
     plgpu.barrier_wait(barriers.dout.produced.at[block.dout_slot])
     dp = tensor_cores.accumulator(product, (BLOCK, BLOCK), worker.accumulators.dp)
     tile_.meet(worker.refs)
-    own_dout = buffers.dout.at[block.dout_slot, :, _own_columns(worker, plan.shapes.value_head_dim)]
+    own_dout = block.at(buffers.dout, block.dout_slot, slice(None), _own_columns(worker, plan.shapes.value_head_dim))
     tensor_cores.start(worker.dv, buffers.p.at[block.parity], own_dout)
     source = buffers.p.at[block.parity] if buffers.slopes is None else buffers.slopes
     p = plgpu.load(source, layout=plgpu.Layout.WGMMA).astype(jnp.float32)

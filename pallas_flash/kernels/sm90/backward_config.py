@@ -23,7 +23,9 @@ class BackwardConfig:
     num_stages: int = 2  # buffers for blocks of queries
     dout_stages: int = 2  # and for their output's cotangents
     unroll: int = 1  # unmasked blocks a loop's body: with 2 the tensor cores do not run dry between them
-    ds_in_registers: bool = True  # for dK, where block_kv is 128; else it takes dS from shared memory, as dQ does
+    ds_in_registers: bool = (
+        True  # for dK; else it takes dS from shared memory, and dV's product starts before dS is made
+    )
     head_group: int = 1  # heads whose tiles are worked on together, those with the most queries first
     num_ctas: int | None = None  # persistent CTAs; None: one for each work item
 
@@ -35,10 +37,14 @@ class BackwardConfig:
         if self.shares_keys and self.block_q != 64:
             raise ValueError(f"{self.block_q=} must be 64 where block_kv is")
         for name, stages in (("num_stages", self.num_stages), ("dout_stages", self.dout_stages)):
-            if stages not in (1, 2, 4):
-                raise ValueError(f"{name}={stages} must be 1, 2 or 4")
-        if self.unroll not in (1, 2) or (self.shares_keys and self.unroll != 1):
-            raise ValueError(f"{self.unroll=} must be 1, or 2 where block_kv is 128")
+            if stages not in (1, 2):
+                raise ValueError(f"{name}={stages} must be 1 or 2")
+        may_unroll = self.block_q == 64 and self.block_kv == 128 and self.ds_in_registers and self.num_stages == 2
+        if self.unroll != 1 and not (self.unroll == 2 and may_unroll):
+            raise ValueError(
+                f"{self.unroll=} must be 1; or 2 with block_q=64, block_kv=128, ds_in_registers and two stages: "
+                "with others registers run out"
+            )
         if self.head_group < 1:
             raise ValueError(f"{self.head_group=} must be at least 1")
         if self.num_ctas is not None and self.num_ctas < 1:
@@ -49,10 +55,11 @@ class BackwardConfig:
         return self.block_kv == BLOCK
 
     def padded(self, head_dim: int, value_head_dim: int) -> tuple[int, int]:
-        """The head dims that the kernel works with: parts of columns must be whole swizzled rows of 128 bytes."""
-        unit = COMPUTE_WGS * 64 if self.shares_keys else 64
-        dq_unit = 64 if self.block_q == 128 else COMPUTE_WGS * 64
-        return round_up(head_dim, max(unit, dq_unit)), round_up(value_head_dim, unit)
+        """The head dims that the kernel works with: what is read in parts of columns, by whole swizzled rows."""
+        if self.shares_keys:
+            unit = COMPUTE_WGS * 32
+            return round_up(head_dim, unit), round_up(value_head_dim, unit)
+        return round_up(head_dim, 64 if self.block_q == 128 else COMPUTE_WGS * 64), round_up(value_head_dim, 64)
 
     def fits(self, head_dim: int, value_head_dim: int) -> bool:
         """Whether the sums of a warpgroup, dK and dV beside S and dP, leave it enough registers."""
@@ -68,7 +75,8 @@ class BackwardConfig:
         if self.block_q == 128:
             return ((wg * BLOCK, 0, head_dim),)
         columns = head_dim // COMPUTE_WGS
-        return tuple((0, first, 64) for first in range(wg * columns, (wg + 1) * columns, 64))
+        size = 64 if columns % 64 == 0 else columns
+        return tuple((0, first, size) for first in range(wg * columns, (wg + 1) * columns, size))
 
     def dq_columns(self, head_dim: int) -> int:
         return self.dq_chunks(0, head_dim)[0][2]

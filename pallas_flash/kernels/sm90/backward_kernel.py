@@ -13,6 +13,7 @@ product. Bodies are specialised on the warpgroup, as an index that is data costs
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -117,32 +118,29 @@ def _kernel(plan: Plan, inputs: Inputs, outputs: Outputs, buffers: Buffers, barr
         _copy_warpgroup(plan, refs)
 
 
-def _for_each_item(plan: Plan, inputs: Inputs, body: Any) -> None:
-    """`count = body(item, count)` for all work items of this CTA; `count` is how many query blocks came before."""
+def _for_each_item(plan: Plan, inputs: Inputs, body: Callable[[WorkItem], None]) -> None:
+    """`body(item)` for all work items of this CTA."""
     cta = lax.axis_index("cta")
     if plan.config.num_ctas is None:
-        body(schedule.load_item(inputs.work, cta, 0), jnp.int32(0))
+        body(schedule.load_item(inputs.work, cta, 0))
     else:
-        step = lambda index, count: body(schedule.load_item(inputs.work, cta, index), count)  # noqa: E731
-        lax.fori_loop(0, schedule.load_count(inputs.work, cta), step, jnp.int32(0))
+        pl.loop(0, schedule.load_count(inputs.work, cta))(lambda i: body(schedule.load_item(inputs.work, cta, i)))
 
 
-def _for_each_head(plan: Plan, item: WorkItem, body: Any, count: jax.Array) -> jax.Array:
-    """`count = body(head, count)` for the query heads that share the item's keys."""
+def _for_each_head(plan: Plan, item: WorkItem, body: Callable[[jax.Array], None]) -> None:
+    """`body(head)` for the query heads that share the item's keys."""
     heads = plan.shapes.q_heads_per_kv_head
     if heads == 1:
-        return body(item.kv_head, count)
+        body(item.kv_head)
+        return
 
-    def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return carry[0] + 1, body(carry[0], carry[1])
+    def step(head: jax.Array) -> jax.Array:
+        body(head)
+        return head + 1
 
     # Not a fori_loop: with a known number of steps it becomes a scan, which may use one accumulator only.
     first = item.kv_head * heads
-    return lax.while_loop(lambda carry: carry[0] < first + heads, step, (first, count))[1]
-
-
-def _slot(count: jax.Array, stages: int) -> jax.Array:
-    return lax.rem(count, jnp.int32(stages))
+    lax.while_loop(lambda head: head < first + heads, step, first)
 
 
 def _query_block(item: WorkItem, step: jax.Array) -> jax.Array:
@@ -150,6 +148,15 @@ def _query_block(item: WorkItem, step: jax.Array) -> jax.Array:
     masked ones before them, then the unmasked ones: the first steps are masked, the last ones are not."""
     block = item.full_end + step
     return block - jnp.where(block >= item.q_end, item.q_end - item.q_start, 0)
+
+
+def _masked_steps(item: WorkItem) -> jax.Array:
+    return item.q_end - item.q_start - (item.full_end - item.full_start)
+
+
+def _parity(step: jax.Array) -> jax.Array:
+    """Which of two buffers a step takes; step 0 is the first unmasked one, so that its parity is known statically."""
+    return lax.bitwise_and(step, jnp.int32(1))
 
 
 # The warpgroup that copies.
@@ -163,31 +170,29 @@ def _copy_warpgroup(plan: Plan, refs: Refs) -> None:
     with_q = (inputs.q, buffers.q, to_q), (rows.lse_log2, rows_smem.lse_log2, to_q), (rows.m, rows_smem.m, to_q)
     with_dout = (inputs.dout, buffers.dout, to_dout), (rows.delta, rows_smem.delta, barriers.delta_produced)
 
-    def copy_item(item: WorkItem, count: jax.Array) -> jax.Array:
+    def copy_item(item: WorkItem) -> None:
         keys = pl.ds(item.ki * config.block_kv, config.block_kv)
         for source, buffer, handshake in ((inputs.k, buffers.k, barriers.k), (inputs.v, buffers.v, barriers.v)):
             plgpu.barrier_wait(handshake.consumed.at[0])
             plgpu.copy_gmem_to_smem(source.at[item.batch, keys, item.kv_head], buffer.at[0], handshake.produced.at[0])
 
-        def copy_head(head: jax.Array, count: jax.Array) -> jax.Array:
-            def copy_step(step: jax.Array, _: None) -> None:
+        def copy_head(head: jax.Array) -> None:
+            @pl.loop(0, item.q_end - item.q_start)
+            def _step(step: jax.Array) -> None:
                 qs = pl.ds(_query_block(item, step) * config.block_q, config.block_q)
+                parity = _parity(step - _masked_steps(item))
                 for copies, consumed, stages in (
                     (with_q, barriers.q.consumed, config.num_stages),
                     (with_dout, barriers.dout.consumed, config.dout_stages),
                 ):
-                    slot = _slot(count + step, stages)
+                    slot = parity if stages == 2 else 0
                     plgpu.barrier_wait(consumed.at[slot])
                     for source, buffer, produced in copies:
                         if source is not None:
                             place = (item.batch, qs, head) if len(source.shape) == 4 else (item.batch, head, qs)
                             plgpu.copy_gmem_to_smem(source.at[place], buffer.at[slot], produced.at[slot])
 
-            steps = item.q_end - item.q_start
-            lax.fori_loop(0, steps, copy_step, None)
-            return count + steps
-
-        return _for_each_head(plan, item, copy_head, count)
+        _for_each_head(plan, item, copy_head)
 
     _for_each_item(plan, inputs, copy_item)
     for handshake, slots in _handshakes(plan, barriers):
@@ -209,14 +214,14 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
     for handshake, slots in _handshakes(plan, barriers):
         bar.release_all(handshake, slots)
 
-    def compute_item(item: WorkItem, count: jax.Array) -> jax.Array:
+    def compute_item(item: WorkItem) -> None:
         work = _work(plan, refs.inputs, item)
 
         def with_dk(dk: Ref) -> Any:
-            with_dv = lambda dv: _walk(Worker(plan, refs, wg, work, dk, dv), count)  # noqa: E731
+            with_dv = lambda dv: _walk(Worker(plan, refs, wg, work, dk, dv))  # noqa: E731
             return tensor_cores.accumulator(with_dv, sums[1], accumulators.dv)
 
-        end, dk, dv = tensor_cores.accumulator(with_dk, sums[0], accumulators.dk)
+        dk, dv = tensor_cores.accumulator(with_dk, sums[0], accumulators.dk)
         if plan.spec.dropout_rate > 0:
             dv = dv * (1 / (1 - plan.spec.dropout_rate))
         way = backward_columns if config.shares_keys else backward_keys
@@ -224,7 +229,6 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(barriers.k.consumed.at[0])
         plgpu.barrier_arrive(barriers.v.consumed.at[0])
-        return end
 
     _for_each_item(plan, refs.inputs, compute_item)
     plgpu.wait_smem_to_gmem(0)
@@ -247,56 +251,56 @@ def _work(plan: Plan, inputs: Inputs, item: WorkItem) -> Work:
     )
 
 
-def _walk(worker: Worker, count: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Over the item's query blocks: the masked ones, then the unmasked ones. Returns the count of blocks, dK, dV."""
+def _walk(worker: Worker) -> tuple[jax.Array, jax.Array]:
+    """Over the item's query blocks: the masked ones, then the unmasked ones. Returns dK and dV."""
     plan, barriers, item = worker.plan, worker.refs.barriers, worker.work.item
     way = backward_columns if plan.config.shares_keys else backward_keys
     step = functools.partial(way.step, worker)
     plgpu.barrier_wait(barriers.k.produced.at[0])
     plgpu.barrier_wait(barriers.v.produced.at[0])
 
-    def walk_head(head: jax.Array, count: jax.Array) -> jax.Array:
+    def walk_head(head: jax.Array) -> None:
         block = functools.partial(_block, plan, head)
-        masked_steps = item.q_end - item.q_start - (item.full_end - item.full_start)
         if plan.some_masked:
 
-            @pl.loop(0, masked_steps)
+            @pl.loop(0, _masked_steps(item))
             def _masked(i: jax.Array) -> None:
-                step(block(_query_block(item, i), count + i, masked=True))
+                step(block(_query_block(item, i), _parity(i - _masked_steps(item)), masked=True))
 
         # The loops' index is the block: registers are short.
-        before = count + masked_steps - item.full_start
-        rest = item.full_start
-        if plan.config.unroll == 2:
-            rest = item.full_end - lax.rem(item.full_end - item.full_start, jnp.int32(2))
+        if plan.config.unroll == 1:
 
-            @pl.loop(item.full_start, rest, step=2)
-            def _pair(i: jax.Array) -> None:
-                first = block(i, before + i, drain=False)
-                step(first)
-                step(block(i + 1, before + i + 1), first)
+            @pl.loop(item.full_start, item.full_end)
+            def _unmasked(i: jax.Array) -> None:
+                step(block(i, _parity(i - item.full_start)))
 
-        @pl.loop(rest, item.full_end)
-        def _unmasked(i: jax.Array) -> None:
-            step(block(i, before + i))
+            return
+        last = item.full_end - _parity(item.full_end - item.full_start)
 
-        return count + item.q_end - item.q_start
+        @pl.loop(item.full_start, last, step=2)
+        def _pair(i: jax.Array) -> None:
+            first = block(i, 0, drain=False)
+            step(first)
+            step(block(i + 1, 1), first)
 
-    end = _for_each_head(plan, item, walk_head, count)
-    return end, plan.tensor_cores.load(worker.dk, pending=0), plan.tensor_cores.load(worker.dv, pending=0)
+        @pl.loop(last, item.full_end)
+        def _last(i: jax.Array) -> None:
+            step(block(i, 0))
+
+    _for_each_head(plan, item, walk_head)
+    return plan.tensor_cores.load(worker.dk, pending=0), plan.tensor_cores.load(worker.dv, pending=0)
 
 
 def _block(
-    plan: Plan, head: jax.Array, qi: jax.Array, count: jax.Array, *, masked: bool = False, drain: bool = True
+    plan: Plan, head: jax.Array, qi: jax.Array, parity: Any, *, masked: bool = False, drain: bool = True
 ) -> Block:
-    """The query block `qi`, the `count`th of this CTA."""
     return Block(
         head=head,
         q_base=qi * plan.config.block_q,
-        q_slot=_slot(count, plan.config.num_stages),
-        dout_slot=_slot(count, plan.config.dout_stages),
-        parity=_slot(count, 2),
-        zero=lax.shift_right_logical(count, jnp.int32(31)),
+        parity=parity,
+        q_slot=parity if plan.config.num_stages == 2 else 0,
+        dout_slot=parity if plan.config.dout_stages == 2 else 0,
+        zero=lax.shift_right_logical(qi, jnp.int32(31)),
         masked=masked,
         drain=drain,
     )

@@ -29,16 +29,16 @@ def step(worker: Worker, block: Block, undrained: Block | None = None) -> None:
     plan, refs, wg = worker.plan, worker.refs, worker.wg
     tensor_cores, (_, _, buffers, barriers) = plan.tensor_cores, refs
     ds = _make_ds(worker, block, undrained)
-    buffers.ds[block.parity, _own_keys(wg)] = ds
+    block.at(buffers.ds, block.parity, _own_keys(wg))[...] = ds
     tile_.meet(refs)
     (chunk,) = plan.config.dq_chunks(wg, plan.shapes.head_dim)
     row, column, columns = chunk
 
     def dq_product(acc: Ref) -> jax.Array:
-        own_ds = buffers.ds.at[block.parity, :, pl.ds(row, BLOCK)].transpose((1, 0))
-        tensor_cores.start(acc, own_ds, buffers.k.at[block.zero, :, pl.ds(column, columns)])
-        dk_ds = ds if plan.config.ds_in_registers else buffers.ds.at[block.parity, _own_keys(wg)]
-        tensor_cores.start(worker.dk, dk_ds, buffers.q.at[block.q_slot])
+        own_ds = block.at(buffers.ds, block.parity, slice(None), pl.ds(row, BLOCK)).transpose((1, 0))
+        tensor_cores.start(acc, own_ds, block.at(buffers.k, 0, slice(None), pl.ds(column, columns)))
+        dk_ds = ds if plan.config.ds_in_registers else block.at(buffers.ds, block.parity, _own_keys(wg))
+        tensor_cores.start(worker.dk, dk_ds, block.at(buffers.q, block.q_slot))
         return tensor_cores.load(acc, pending=1)
 
     dq = tensor_cores.accumulator(dq_product, (BLOCK, columns), worker.accumulators.dq[0])
@@ -56,25 +56,24 @@ def _make_ds(worker: Worker, block: Block, undrained: Block | None) -> jax.Array
     tile = tile_.tile_scores(worker, block)
 
     def with_scores(s: Ref) -> Any:
-        # K and V at an index that the compiler does not know to be 0: else it would hold their many addresses in
-        # registers throughout the loop.
-        tensor_cores.start(s, buffers.k.at[block.zero, own], buffers.q.at[block.q_slot].transpose((1, 0)))
+        tensor_cores.start(s, block.at(buffers.k, 0, own), block.at(buffers.q, block.q_slot).transpose((1, 0)))
         plgpu.barrier_wait(barriers.dout.produced.at[block.dout_slot])
         return tensor_cores.accumulator(functools.partial(with_dp, s), shape, worker.accumulators.dp)
 
     def with_dp(s: Ref, dp: Ref) -> Any:
-        dout = buffers.dout.at[block.dout_slot]
-        tensor_cores.start(dp, buffers.v.at[block.zero, own], dout.transpose((1, 0)))
+        dout = block.at(buffers.dout, block.dout_slot)
+        tensor_cores.start(dp, block.at(buffers.v, 0, own), dout.transpose((1, 0)))
         scores = tensor_cores.load(s, pending=1)
         if undrained is not None:
             plgpu.barrier_arrive(barriers.q.consumed.at[undrained.q_slot])
         p, derivative = tile_.weights(worker, block, tile, scores)
         # ptxas moves nothing over the branch of a wait: without it, most exponentials would come after the wait for dP
         # instead of beside its product.
-        p, delta_slot = lax.optimization_barrier((p, block.dout_slot))
-        plgpu.barrier_wait(barriers.delta_produced.at[delta_slot])
+        p = lax.optimization_barrier(p)
+        plgpu.barrier_wait(barriers.delta_produced.at[block.dout_slot])
+        delta_smem = block.at(buffers.rows.delta, block.dout_slot)  # read only now, as registers are short
         if plan.config.ds_in_registers:
-            delta = tile_.load_columns(buffers.rows.delta.at[delta_slot])
+            delta = tile_.load_columns(delta_smem)
             ds = _ds(worker, block, tile, (p, derivative, tensor_cores.load(dp, pending=0)), delta)
             p, ds = lax.optimization_barrier((tile.kept(p).astype(plan.dtype), ds.astype(plan.dtype)))
             start_dv(p)
@@ -82,12 +81,12 @@ def _make_ds(worker: Worker, block: Block, undrained: Block | None) -> jax.Array
         # Then dV need not wait for dS.
         dp_value = tensor_cores.load(dp, pending=0)
         start_dv(lax.optimization_barrier(tile.kept(p).astype(plan.dtype)))
-        delta_slot = tile_.border(block, delta_slot, barriers.delta_produced.at[delta_slot])
-        delta = tile_.load_columns(buffers.rows.delta.at[delta_slot])
+        tile_.border(block, barriers.delta_produced.at[block.dout_slot])
+        delta = tile_.load_columns(delta_smem)
         return _ds(worker, block, tile, (p, derivative, dp_value), delta).astype(plan.dtype)
 
     def start_dv(p: jax.Array) -> None:
-        tensor_cores.start(worker.dv, p, buffers.dout.at[block.dout_slot])
+        tensor_cores.start(worker.dv, p, block.at(buffers.dout, block.dout_slot))
 
     # Waits come before an accumulator's scope: where the product follows at once, its zeros need no instructions.
     plgpu.barrier_wait(barriers.q.produced.at[block.q_slot])

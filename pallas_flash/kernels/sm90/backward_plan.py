@@ -121,12 +121,17 @@ class Block(NamedTuple):
 
     head: jax.Array
     q_base: jax.Array
-    q_slot: jax.Array  # of the buffers
-    dout_slot: jax.Array
-    parity: jax.Array
+    parity: Any  # of the steps, 0 or 1; static where a loop's body has two
+    q_slot: Any  # of the buffers
+    dout_slot: Any
     zero: jax.Array  # 0, which the compiler does not know
     masked: bool
     drain: bool  # whether the tensor cores must be done with it at its end
+
+    def at(self, buffer: Ref, slot: Any, *rest: Any) -> Ref:
+        """The buffer's part at a slot. The compiler must not know a slot that is the same in every step, or else it
+        holds the many addresses of the wgmma operands in it in registers throughout the loop."""
+        return buffer.at[(slot + self.zero if isinstance(slot, int) else slot, *rest)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,22 +179,26 @@ class Plan:
 def buffers(plan: Plan) -> Buffers:
     shapes, config = plan.shapes, plan.config
     matrix = functools.partial(memory.matrix, dtype=plan.dtype)
+    parted = functools.partial(matrix, column_parts=COMPUTE_WGS if config.shares_keys else 1)
     block_q, block_kv = config.block_q, config.block_kv
+    # A product wants both matrices in the same swizzle: dS as Q and K, P as dO.
+    parts = lambda columns: 2 if config.shares_keys and config.sum_columns(columns) % 64 else 1  # noqa: E731
+    tiles = lambda count, columns: matrix((count, block_kv, block_q), column_parts=parts(columns))  # noqa: E731
     scratch = lambda columns: plan.tensor_cores.scratch((COMPUTE_WGS, BLOCK, columns))  # noqa: E731
     columns = config.dq_columns(shapes.head_dim)
     return Buffers(
-        k=matrix((1, block_kv, shapes.head_dim)),
-        v=matrix((1, block_kv, shapes.value_head_dim)),
-        q=matrix((config.num_stages, block_q, shapes.head_dim)),
-        dout=matrix((config.dout_stages, block_q, shapes.value_head_dim)),
+        k=parted((1, block_kv, shapes.head_dim)),
+        v=parted((1, block_kv, shapes.value_head_dim)),
+        q=parted((config.num_stages, block_q, shapes.head_dim)),
+        dout=parted((config.dout_stages, block_q, shapes.value_head_dim)),
         rows=Rows(
             memory.rows((config.num_stages, block_q)),
             memory.rows((config.dout_stages, block_q)),
             memory.rows((config.num_stages, block_q)) if plan.any_logits else None,
         ),
-        ds=matrix((1 if config.shares_keys else 2, block_kv, block_q)),
+        ds=tiles(1 if config.shares_keys else 2, shapes.head_dim),
         dq=memory.matrix((COMPUTE_WGS, BLOCK, columns), jnp.float32),
-        p=matrix((2, block_kv, block_q)) if config.shares_keys else None,
+        p=tiles(2, shapes.value_head_dim) if config.shares_keys else None,
         slopes=matrix((block_kv, block_q)) if plan.slopes else None,
         accumulators=Accumulators(
             scores=scratch(block_q),

@@ -28,10 +28,9 @@ def meet(refs: Refs) -> None:
     plgpu.barrier_wait(refs.barriers.meeting)
 
 
-def border(block: Block, value: jax.Array, barrier: Ref) -> jax.Array:
+def border(block: Block, barrier: Ref) -> None:
     """A branch that is never taken and that ptxas cannot remove: it moves nothing over it."""
     pl.when(block.zero != 0)(lambda: plgpu.barrier_wait(barrier))
-    return lax.optimization_barrier(value)
 
 
 def load_columns(ref: Ref) -> jax.Array:
@@ -68,15 +67,12 @@ def weights(worker: Worker, block: Block, tile: TileScores, scores: jax.Array) -
     plan, rows = worker.plan, worker.refs.buffers.rows
     lse_log2 = load_columns(rows.lse_log2.at[block.q_slot])
     derivative = None
-    raw_masked = block.masked and plan.scaled_only and plan.spec.scale is not None and plan.spec.scale > 0
-    if raw_masked:  # -inf stays -inf, and the product joins the subtraction below
-        scores = tile.masked(scores, plan.kv_len_if_cut)
     if plan.scaled_only:
         logits, to_log2 = scores * (tile.operands.scale * LOG2E), 1.0
     else:
         logits, to_log2 = tile.logits(scores), LOG2E
         derivative = tile.derivative(scores) if plan.derivative else None
-    if block.masked and not raw_masked:
+    if block.masked:
         logits = tile.masked(logits, plan.kv_len_if_cut)
     if rows.m is not None:
         logits = logits - columns_like(load_columns(rows.m.at[block.q_slot]), scores)
