@@ -248,10 +248,17 @@ def _attend(worker: Worker) -> tuple[jax.Array, softmax.RowStatistics]:
     state = lax.fori_loop(first_unmasked, steps, functools.partial(step, masked=False), state)
 
     last = _slot(plan, work.count + steps - 1)
+    _await_values(worker, last)
     plan.tensor_cores.start(acc, state.p, buffers.v.at[last])
     out = plan.tensor_cores.load(acc, pending=0)
     plgpu.barrier_arrive(barriers.v.consumed.at[last])
     return out, state.stats
+
+
+def _await_values(worker: Worker, slot: jax.Array) -> None:
+    """Unless `_step` has, to know of junk in them."""
+    if not worker.plan.hides_values(masked=True):
+        plgpu.barrier_wait(worker.barriers.v.produced.at[slot])
 
 
 def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool) -> State:
@@ -281,11 +288,12 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
     p = softmax.probabilities(scores, shift, units)
     added = softmax.fold(jnp.add, p)
     stats = softmax.RowStatistics(m, shift, added if state is None else sums + added)
-    slot = _slot(plan, work.count + step)
-    plgpu.barrier_wait(barriers.v.produced.at[slot])
     weights = tile.kept(p)
-    if plan.hides_values(masked=masked):
-        weights = junk.poison(weights, p, buffers.junk, slot)
+    if plan.hides_values(masked=True):  # `_products` of the next step does not know whether this one was masked
+        slot = _slot(plan, work.count + step)
+        plgpu.barrier_wait(barriers.v.produced.at[slot])
+        if plan.hides_values(masked=masked):
+            weights = junk.poison(weights, p, buffers.junk, slot)
     return State(stats, lax.optimization_barrier(weights.astype(plan.dtype)))
 
 
@@ -299,6 +307,7 @@ def _products(worker: Worker, step: jax.Array, state: State | None) -> jax.Array
         barriers.turns.wait(wg)
     s = tensor_cores.issue(buffers.q.at[wg], buffers.k.at[slot])
     if state is not None:
+        _await_values(worker, last)
         tensor_cores.start(acc, state.p, buffers.v.at[last])
     if barriers.turns is not None:
         barriers.turns.pass_on(wg)
