@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -79,7 +80,12 @@ def score_mod(function) -> dict[str, Any]:
     return {"spec": traced, "operands": captured}
 
 
-ALIBI = score_mod(lambda s, b, h, q, k: s + SLOPES[h] * jnp.abs(q - k) / 20)
+@jax.jit
+def slope(head):
+    return 2 * SLOPES[head] * SLOPES[1]
+
+
+ALIBI = score_mod(lambda s, b, h, q, k: s + SLOPES[h] * jnp.abs(q - k) / 20 + slope(h))
 RELATIVE = score_mod(lambda s, b, h, q, k: 3 * jnp.tanh(s + TABLE[h, jnp.clip(q - k, -4, 4) + 4].astype(jnp.float32)))
 SAME_DOCUMENT = masks.predicate(lambda b, h, q, k: (IDS[b, q] == IDS[b, k]) | (k % 7 == h))
 SOME_FLAGS = masks.predicate(lambda b, h, q, k: FLAGS[(q // 3 + k) % 5] | (k == q))

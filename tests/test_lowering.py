@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import elementwise, masks
+from pallas_flash import elementwise, flash_attention, masks
 from pallas_flash.kernels import sm90
 from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, ForwardConfig
 from pallas_flash.spec import AttentionSpec, Operands
@@ -55,8 +55,8 @@ def test_every_tuned_config_lowers(entry, dtype):
 SHAPE = jax.ShapeDtypeStruct
 IDS = SHAPE((2, 1024), jnp.int32)
 LENGTHS = SHAPE((2,), jnp.int32)
-SLOPES, TABLE = np.ones(8, np.float32), jnp.ones((8, 9), jnp.bfloat16)
-FLAGS = jnp.ones((2, 1024), bool)
+SLOPES, DISTANCES = np.ones(8, np.float32), jnp.ones((8, 9), jnp.bfloat16)
+FLAGS, SCALAR = jnp.ones((2, 1024), bool), jnp.ones(())
 SCORE = {"score": np.float32, **elementwise.PLACE}
 
 
@@ -83,7 +83,8 @@ def biased(*shape, dtype=jnp.float32, **more):
 
 @jax.jit
 def inner(x):
-    return jnp.where(x > 0, jnp.tanh(x / 30) * 30, x**2 - jnp.abs(x) + jnp.exp(-x) / jnp.sqrt(1 + x * x))
+    x = x + DISTANCES[0, 3].astype(x.dtype) * SCALAR
+    return jnp.where(x > 0, jnp.tanh(x / 30) * 30, x**2 - jnp.abs(x) + jnp.exp(-x) / jnp.sqrt(1 + x * x) + 2.0**x)
 
 
 FEATURES = {
@@ -110,9 +111,11 @@ FEATURES = {
         operands_of((128, 128), dropout_key=SHAPE((2,), jnp.uint32)),
     ),
     "slopes": score_mod(lambda s, b, h, q, k: s + jnp.asarray(SLOPES)[h] * (k - q), (CAUSAL,)),
-    "a table of distances": score_mod(lambda s, b, h, q, k: s * TABLE[h, jnp.clip(q - k, -4, 4) + 4].astype(s.dtype)),
+    "a table of distances": score_mod(
+        lambda s, b, h, q, k: s * DISTANCES[h, jnp.clip(q - k, -4, 4) + 4].astype(s.dtype)
+    ),
     "a nested jit": score_mod(
-        lambda s, b, h, q, k: inner(s) + jnp.minimum(q // 3, k % 5) * TABLE[2, b].astype(s.dtype)
+        lambda s, b, h, q, k: inner(s) + jnp.minimum(q // 3, k % 5) * DISTANCES[2, b].astype(s.dtype)
     ),
     "a constant": score_mod(lambda s, b, h, q, k: jnp.float32(2)),
     "a predicate": predicate(lambda b, h, q, k: (FLAGS[b, k] & ~(q == k)) ^ (h.astype(jnp.float32) > 3)),
@@ -167,6 +170,21 @@ def test_it_lowers_inside(way):
         assert "mosaic_gpu" in jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def test_functions_lower_inside_shard_map():
+    """There the arrays that they capture are marked as varying over the mesh."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    data = jax.P("data")
+
+    def call(q, k, v, slopes, ids):
+        same = masks.predicate(lambda b, h, i, j: ids[b, i] == ids[b, j])
+        score_mod = lambda s, b, h, i, j: s + slopes[h] * jnp.where(j > i, 1.0, 2.0)  # noqa: E731
+        return flash_attention(q, k, v, mask=same, score_mod=score_mod, implementation="sm90")
+
+    call = jax.shard_map(call, mesh=mesh, in_specs=(data, data, data, jax.P(), data), out_specs=data)
+    arrays = (*operands_of((64, 64))[:3], SHAPE((8,), jnp.float32), IDS)
+    assert "mosaic_gpu" in jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_batch_times_heads_may_pass_the_limits_of_a_cuda_grid():
     array = jax.ShapeDtypeStruct
     q = array((70_000, 8, 1, 64), jnp.bfloat16)
@@ -181,6 +199,10 @@ def test_what_it_cannot_do_it_refuses():
         (spec, operands_of((64, 64), dtype=jnp.float32)),
         (spec, operands_of((264, 64))),
         (spec, operands._replace(bias=SHAPE((1, 1, 1, 1024), np.float64))),
+        (
+            dataclasses.replace(spec, mask=(masks.Segments(),)),
+            operands._replace(mask=((SHAPE((2, 1024), np.int64),) * 2,)),
+        ),
         (dataclasses.replace(spec, precision="highest"), operands),
         (spec, operands_of((64, 64), q_len=2**28)),
     ]

@@ -19,7 +19,9 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportP
 from pallas_flash.elementwise import Elementwise
 from pallas_flash.spec import LN2, LOG2E
 
-DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32")
+# Of arrays in device memory, and of values on the way: with x64, Python's integers are int64.
+STORED = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32")
+DTYPES = (*STORED, "int64")
 Gather = Callable[[Any, tuple[Any, ...]], jax.Array]  # source[index]; each index is a scalar or a tile
 
 
@@ -100,6 +102,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda x, *, new_dtype, **_: _convert(x, new_dtype),
     "exp": lambda x, **_: jnp.exp2(x * LOG2E),
     "exp2": lambda x, **_: jnp.exp2(x),
+    "pow": lambda base, x: jnp.exp2(x * jnp.log2(base)),
     "log": lambda x, **_: jnp.log2(x) * LN2,
     "tanh": lambda x, **_: _tanh(x),
     "logistic": lambda x, **_: 1 / (1 + jnp.exp2(x * -LOG2E)),
@@ -110,25 +113,32 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "is_finite": lambda x: jnp.abs(x) < lax.full(x.shape, jnp.inf, x.dtype),
     "add_any": lax.add,  # this and the next occur in derivatives
     "one_minus_square": lambda x, **_: 1 - x * x,
-    "stop_gradient": lambda x: x,
-    "copy": lambda x: x,
-    "pvary": lambda x, **_: x,
 }
 FLOAT_ONLY = ("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt")  # in float32
 INTEGER_ONLY = ("rem",)
 NESTED = ("jit", "pjit", "closed_call", "custom_jvp_call")
 WINDOWS = ("slice", "dynamic_slice", "squeeze")
+IDENTITIES = ("copy", "pvary", "stop_gradient")
 
 
-def obstacle(function: Elementwise | Derivative) -> str | None:
+def obstacle(function: Elementwise) -> str | None:
     """Why the kernel cannot compute this function, in words; None if it can."""
     return _obstacle(function.jaxpr)
 
 
-class Derivative(NamedTuple):
-    """A program with the same arguments as an `Elementwise`."""
+def derivative_obstacle(function: Elementwise) -> str | None:
+    """Likewise of its derivative by the score."""
+    jaxpr = derivative(function).jaxpr
+    if any(program.consts for program in _all_inner(jaxpr).values()):
+        return "arrays that functions under jit captured"
+    return _obstacle(jaxpr)
 
-    jaxpr: Any  # its constants come as its first arguments
+
+class Derivative(NamedTuple):
+    """A program with the arguments of an `Elementwise`, and before them what that captures."""
+
+    jaxpr: Any
+    captures: int
 
 
 @functools.lru_cache(maxsize=64)
@@ -143,7 +153,7 @@ def derivative(function: Elementwise) -> Derivative:
     shape = lambda var: jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)  # noqa: E731
     traced = jax.make_jaxpr(slope)([shape(x) for x in jaxpr.constvars], *(shape(x) for x in jaxpr.invars))
     assert not traced.consts, "what it captures are its arguments"
-    return Derivative(traced.jaxpr)
+    return Derivative(traced.jaxpr, len(jaxpr.constvars))
 
 
 def _obstacle(jaxpr: Any) -> str | None:
@@ -154,7 +164,7 @@ def _obstacle(jaxpr: Any) -> str | None:
         name = equation.primitive.name
         if name in NESTED:
             inner = _inner(equation)
-            problem = "arrays captured by an inner jit" if inner.consts else _obstacle(inner.jaxpr)
+            problem = _obstacle(inner.jaxpr)
         else:
             problem = _operation_obstacle(name, equation)
         if problem is not None:
@@ -165,7 +175,7 @@ def _obstacle(jaxpr: Any) -> str | None:
 def _operation_obstacle(name: str, equation: Any) -> str | None:
     scalars = all(var.aval.shape == () for var in (*equation.invars, *equation.outvars))
     dtype = equation.invars[0].aval.dtype
-    known = name in WINDOWS or (scalars and name in OPERATIONS)
+    known = name in (*WINDOWS, *IDENTITIES) or (scalars and name in OPERATIONS)
     if name in WINDOWS and equation.params.get("strides") is not None:
         known = False
     if not known:
@@ -176,6 +186,8 @@ def _operation_obstacle(name: str, equation: Any) -> str | None:
         return f"the operation {name} of {dtype}"
     if name == "select_n" and (len(equation.invars) != 3 or dtype != jnp.bool_):
         return "the operation select_n of more than two cases"
+    if name == "pow" and not getattr(equation.invars[0], "val", 0) > 0:
+        return "the operation pow of a base that is no positive constant"
     wrong = [var.aval.dtype for var in equation.outvars if var.aval.dtype.name not in DTYPES]
     return f"values of {wrong[0]}" if wrong else None
 
@@ -184,29 +196,60 @@ def _inner(equation: Any) -> Any:
     return equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
 
 
+def _all_inner(jaxpr: Any) -> dict[int, Any]:
+    """The programs nested in this one, by identity, as one that is called twice is the same."""
+    found = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in NESTED:
+            inner = _inner(equation)
+            found |= {id(inner.jaxpr): inner} | _all_inner(inner.jaxpr)
+    return found
+
+
+def operands(function: Elementwise, captures: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The arrays that `evaluate` reads: what the function captured, and what functions under `jit` inside it did."""
+    inner = _all_inner(function.jaxpr).values()
+    return (*captures, *(jnp.asarray(const) for program in inner for const in program.consts))
+
+
+class Program(NamedTuple):
+    """How to read the values of a function's program."""
+
+    gather: Gather
+    inner: dict[int, list[Window]]  # captures of nested programs
+
+
 def evaluate(
-    function: Elementwise | Derivative, captures: Sequence[Any], args: Sequence[Callable[[], Any]], gather: Gather
+    function: Elementwise | Derivative, sources: Sequence[Any], args: Sequence[Callable[[], Any]], gather: Gather
 ) -> Any:
-    """The function's value, a tile or a scalar. An argument is called if something reads it: what nobody reads must not
-    be there, as Mosaic finds no layout for it."""
-    windows = [Window.whole(source) for source in captures]
-    return _evaluate(function.jaxpr, [lambda window=window: window for window in windows], args, gather)
+    """The function's value, a tile or a scalar. sources: references to `operands`. An argument is called if something
+    reads it: what nobody reads must not be there, as Mosaic finds no layout for it."""
+    windows = iter([Window.whole(source) for source in sources])
+    captures = [next(windows) for _ in function.jaxpr.constvars]
+    if isinstance(function, Derivative):
+        first = [next(windows) for _ in range(function.captures)]
+        args = [*(lambda window=window: window for window in first), *args]
+    inner = {key: [next(windows) for _ in program.consts] for key, program in _all_inner(function.jaxpr).items()}
+    return _evaluate(Program(gather, inner), function.jaxpr, captures, args)
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Callable[[], Any]], gather: Gather) -> Any:
-    values: dict[Any, Callable[[], Any]] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+def _evaluate(program: Program, jaxpr: Any, captures: list[Window], args: Sequence[Callable[[], Any]]) -> Any:
+    values: dict[Any, Callable[[], Any]] = dict(zip(jaxpr.invars, args, strict=True))
+    values |= {var: lambda window=window: window for var, window in zip(jaxpr.constvars, captures, strict=True)}
 
     def read(var: Any) -> Any:
         value = np.asarray(var.val, var.aval.dtype)[()] if hasattr(var, "val") else values[var]()
         if isinstance(value, Window) and not value.axes:
-            value = gather(value.source, value.start)
+            value = program.gather(value.source, value.start)
         return value
 
     for equation in _needed(jaxpr):
         name, params = equation.primitive.name, equation.params
         if name in NESTED:
-            inner = _inner(equation)
-            result = _evaluate(inner.jaxpr, (), [functools.partial(read, var) for var in equation.invars], gather)
+            inner, arguments = _inner(equation).jaxpr, [functools.partial(read, var) for var in equation.invars]
+            result = _evaluate(program, inner, program.inner[id(inner)], arguments)
+        elif name in IDENTITIES:
+            result = read(equation.invars[0])
         elif name in WINDOWS:
             result = _window(name, [read(var) for var in equation.invars], params)
         else:

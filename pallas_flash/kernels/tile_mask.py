@@ -54,8 +54,9 @@ class TileIndex:
     def span(self, axis: int, length: int) -> Span:
         """Where the tile's rows (axis 0) or columns stand along the axis of an array of this many queries or keys."""
         base = self.q_base if axis == self.q_axis else self.kv_base
-        outside = axis == 0 or not self.columns_inside  # clipping a thread's few rows costs nothing
-        return Span(axis, self.shape[axis], base, clip=outside and length % self.shape[axis] != 0)
+        # A tile begins inside the array, but its rows may be the second warpgroup's and all stand behind the end.
+        clip = axis == 0 or not (self.columns_inside or length % self.shape[axis] == 0)
+        return Span(axis, self.shape[axis], base, clip)
 
     def spread(self, line: jax.Array, axis: int) -> jax.Array:
         """One value for each row (axis 0) or column as a tile."""

@@ -17,7 +17,7 @@ from pallas_flash import dropout, masks
 from pallas_flash.kernels import softmax, tile_function
 from pallas_flash.kernels.matmul import TensorCores
 from pallas_flash.kernels.tile_mask import TileIndex
-from pallas_flash.spec import AttentionSpec
+from pallas_flash.spec import AttentionSpec, Operands
 
 Ref = Any
 
@@ -26,10 +26,20 @@ class ScoreOperands(NamedTuple):
     """What logits are made from beside q and k; what is absent is None (or empty). References are to device memory."""
 
     scale: Any  # a number, or a scalar
-    score_mod: tuple[Ref, ...] = ()
+    score_mod: tuple[Ref, ...] = ()  # as in `function_arrays`, and likewise a predicate's in mask
     bias: Ref | None = None  # [1|B, 1|N, 1|T, 1|S]
     mask: tuple[tuple[Any, ...], ...] = ()  # of a part with one int32 a batch element: this element's; else references
     dropout_key: tuple[jax.Array, jax.Array] | None = None
+
+
+def function_arrays(spec: AttentionSpec, operands: Operands) -> Operands:
+    """`operands` with all arrays that score_mod and predicates read, those that they captured under `jit` included."""
+    parts = zip(spec.mask, operands.mask, strict=True)
+    of_part = lambda part, arrays: (  # noqa: E731
+        tile_function.operands(part.function, arrays) if isinstance(part, masks.Predicate) else arrays
+    )
+    score_mod = () if spec.score_mod is None else tile_function.operands(spec.score_mod, operands.score_mod)
+    return operands._replace(score_mod=score_mod, mask=tuple(of_part(*part) for part in parts))
 
 
 class TileScores(NamedTuple):

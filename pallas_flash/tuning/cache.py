@@ -19,7 +19,7 @@ class Case(NamedTuple):
     head_dim: int
     value_head_dim: int
     dtype: str
-    mask: str  # "full" | "causal"
+    mask: str  # "full" | "causal" | "general"
 
 
 def user_folder() -> pathlib.Path:

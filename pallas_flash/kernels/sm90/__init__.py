@@ -29,7 +29,6 @@ from pallas_flash.tuning import cache
 
 NAME = "sm90"
 MAX_HEAD_DIM = 256
-MAX_ITEMSIZE = 4  # of the elements of arrays that scores depend on
 MAX_ROWS = 2**31  # of all batch elements and heads: row statistics with larger offsets have not been proven right
 
 
@@ -49,8 +48,8 @@ def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
         return obstacle
     for name in ("bias", "score_mod", "mask"):
         for array in jax.tree.leaves(getattr(operands, name)):
-            if array.dtype.itemsize > MAX_ITEMSIZE:
-                return f"{name} has an array of {array.dtype}: it reads elements of up to {MAX_ITEMSIZE} bytes"
+            if array.dtype.name not in tile_function.STORED:
+                return f"{name} has an array of {array.dtype}, which it does not read"
     if not _config(spec, operands):
         return f"no tiles for head dims {shapes.head_dim} and {shapes.value_head_dim}"
     return None
@@ -100,8 +99,10 @@ def _config(spec: AttentionSpec, operands: Operands) -> ForwardConfig | None:
 
 
 def mask_class(spec: AttentionSpec, operands: Operands) -> str:
-    """general: where an element of the scores needs registers of its own besides its score."""
-    parts = any(isinstance(part, Dense | Predicate | Segments) for part in spec.mask)
-    if parts or operands.bias is not None or spec.score_mod is not None or spec.dropout_rate > 0:
+    """general: several features each need registers for every element of a tile beside its score. Smaller tiles then
+    keep the loop over keys free of spills; one such feature fits the tiles of the other classes."""
+    demanding = [part for part in spec.mask if isinstance(part, Dense | Predicate | Segments)]
+    demanding += [x for x in (operands.bias, spec.score_mod, operands.dropout_key) if x is not None]
+    if len(demanding) > 1:
         return "general"
     return "causal" if spec.mask else "full"

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import matmul
+from pallas_flash.kernels import matmul, tile_scores
 from pallas_flash.kernels.sm90 import backward_columns, backward_keys
 from pallas_flash.kernels.sm90 import backward_plan as plan_
 from pallas_flash.kernels.sm90 import backward_schedule as schedule
@@ -68,7 +68,8 @@ def run(
     plan = Plan(spec, held, q.dtype, config, tensor_cores, interpret is not None, rows.m is not None)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
-    more = (operands.q_offset, operands.score_mod, operands.bias, operands.mask, operands.dropout_key)
+    read = tile_scores.function_arrays(spec, operands)
+    more = (read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key)
     dq_ref = jax.new_ref(jnp.zeros((plan.dq_slices * q.shape[0], *q.shape[1:]), jnp.float32))
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import matmul, memory, softmax
+from pallas_flash.kernels import matmul, memory, softmax, tile_scores
 from pallas_flash.kernels.sm90 import plan as plan_
 from pallas_flash.kernels.sm90 import schedule
 from pallas_flash.kernels.sm90.config import COLUMNS, ROWS, ForwardConfig, round_up
@@ -49,7 +49,8 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     sinks = None if operands.sinks is None else operands.sinks.astype(jnp.float32)
-    more = (operands.q_offset, operands.score_mod, operands.bias, operands.mask, operands.dropout_key)
+    read = tile_scores.function_arrays(spec, operands)
+    more = (read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key)
     inputs = Inputs(work, q, k, v, scale, sinks, *more)
     row_type = jax.ShapeDtypeStruct((held.batch, held.num_q_heads, held.q_len), jnp.float32)
     out_type = jax.ShapeDtypeStruct((*q.shape[:3], held.value_head_dim), q.dtype)

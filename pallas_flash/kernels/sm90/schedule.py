@@ -1,4 +1,4 @@
-"""Which CTA works on which query tiles, in which order: the longest first, each to the CTA with the least to do.
+"""Which CTA works on which query tiles, in which order: the longest first, and about as much for each CTA.
 
 The grid is persistent: a CTA takes one work item after the other. A work item is a row of eight int32.
 """
@@ -36,19 +36,28 @@ class WorkItem(NamedTuple):
 ITEMS = len(WorkItem._fields)  # the last word of each row: how many items this CTA has
 
 
+class Order(NamedTuple):
+    """The query tiles that each CTA works on, [CTAs, most items of a CTA], and how many those are, [CTAs]."""
+
+    batch: Any
+    head: Any
+    qi: Any
+    counts: np.ndarray
+
+
 def work_items(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> Any:
     """int32 [CTAs, most items of a CTA, 8]: a constant where the mask's ranges are known without data."""
     shapes = operands.shapes
-    costs, ids, counts = _assignment(spec, shapes, config)
-    tiles = costs.shape[0]
-    batch, head, qi = ids // (shapes.num_q_heads * tiles), ids // tiles % shapes.num_q_heads, ids % tiles
     dynamic = spec.q_offset is None or any(part.uses_batch or isinstance(part, Segments) for part in spec.mask)
     xp: Any = jnp if dynamic else np
     if dynamic:
         ranges = tile_ranges.dynamic_ranges(spec, operands, config.tile_q, config.block_kv)
+        order = _dealt(ranges, shapes, config)
     else:
         ranges = tile_ranges.static_ranges(spec, shapes, config.tile_q, config.block_kv)
         ranges = tile_ranges.TileRanges(*(np.atleast_2d(x) for x in ranges))
+        order = _assigned(spec, shapes, config)
+    batch, head, qi, counts = order
     of_item = [x[batch if x.shape[0] > 1 else 0, qi] for x in ranges]
     start, end, full_start, full_end = of_item
     # A tile with no key does one block, all of it masked, rather than have a path of its own.
@@ -58,15 +67,13 @@ def work_items(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -
     end = xp.where(empty, start + 1, end)
     full_start, full_end = (xp.where(empty, end, x) for x in (full_start, full_end))
     item = WorkItem(batch, head, qi, start, end, full_start, full_end)
-    fields = (*item, np.broadcast_to(counts[:, None], ids.shape))
+    fields = (*item, np.broadcast_to(counts[:, None], head.shape))
     return xp.stack([xp.asarray(x, xp.int32) for x in fields], axis=-1)
 
 
 @functools.lru_cache(maxsize=64)
-def _assignment(
-    spec: AttentionSpec, shapes: Shapes, config: ForwardConfig
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Costs [query tiles]; tile ids [CTAs, most items], (batch * heads + head) * tiles + tile; items of each CTA."""
+def _assigned(spec: AttentionSpec, shapes: Shapes, config: ForwardConfig) -> Order:
+    """Where costs are known: each tile to the CTA with the least to do so far."""
     ranges = tile_ranges.static_ranges(spec, shapes, config.tile_q, config.block_kv)
     costs = np.maximum(ranges.end - ranges.start, 1) + TILE_OVERHEAD
     longest_first = np.argsort(-costs, kind="stable")
@@ -84,7 +91,38 @@ def _assignment(
     ids = np.zeros((len(lists), counts.max()), np.int64)
     for cta, items in enumerate(lists):
         ids[cta, : len(items)] = items
-    return costs, ids, counts
+    return Order(ids // (shapes.num_q_heads * tiles), ids // tiles % shapes.num_q_heads, ids % tiles, counts)
+
+
+def _dealt(ranges: tile_ranges.TileRanges, shapes: Shapes, config: ForwardConfig) -> Order:
+    """Where costs depend on data: the tiles of all batch elements are sorted by cost on the device, and dealt out to
+    the CTAs as `_deal` says."""
+    tiles = ranges.start.shape[1]
+    rank, head, counts = _deal(shapes.batch * tiles, shapes.num_q_heads, config)
+    blocks = jnp.broadcast_to(jnp.maximum(ranges.end - ranges.start, 1), (shapes.batch, tiles))
+    place = jnp.argsort(-blocks.ravel())[rank]
+    return Order(place // tiles, head, place % tiles, counts)
+
+
+@functools.lru_cache(maxsize=64)
+def _deal(ranks: int, heads: int, config: ForwardConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The rank by cost and the head of each item of each CTA, and how many it has. One group of heads after the other,
+    in rounds over the CTAs there and back again: who gets the dearest item of one gets the cheapest of the next."""
+    ctas = min(config.num_ctas, ranks * heads)
+    group_size = max(config.head_group, -(-ctas // ranks))  # each group has something for every CTA
+    items = []  # (CTA, rank, head)
+    for first in range(0, heads, group_size):
+        group = np.arange(heads)[first : first + group_size]
+        turn, place = np.divmod(np.arange(ranks * len(group)), ctas)
+        back = (turn + first // group_size) % 2
+        cta = np.where(back, ctas - 1 - place, place)
+        items.append(np.stack([cta, np.repeat(np.arange(ranks), len(group)), np.tile(group, ranks)]))
+    cta, rank, head = np.concatenate(items, axis=1)
+    counts = np.bincount(cta, minlength=ctas).astype(np.int32)
+    by_cta = np.argsort(cta, kind="stable")
+    first = np.cumsum(counts) - counts
+    item = np.minimum(first[:, None] + np.arange(counts.max()), len(cta) - 1)
+    return rank[by_cta][item], head[by_cta][item], counts
 
 
 def load_count(work: Any, cta: jax.Array) -> jax.Array:

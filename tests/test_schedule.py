@@ -1,0 +1,60 @@
+"""Which CTA of the Hopper kernel does what: every query tile once, and about as much for each CTA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_flash import masks
+from pallas_flash.kernels.sm90 import schedule
+from pallas_flash.kernels.sm90.config import ForwardConfig
+from pallas_flash.spec import AttentionSpec, Operands
+
+CAUSAL = masks.Band(None, 0)
+CONFIG = ForwardConfig()
+
+
+def documents(batch: int, length: int, count: int) -> jax.Array:
+    """Ids of documents of random lengths that fill each sequence."""
+    rng = np.random.default_rng(0)
+    cuts = [np.sort(rng.choice(length, count - 1, replace=False)) for _ in range(batch)]
+    return jnp.asarray(np.stack([np.searchsorted(c, np.arange(length), side="right") for c in cuts]), jnp.int32)
+
+
+def items_of(batch: int, length: int, heads: int, mask, arrays) -> schedule.WorkItem:
+    """The items of all CTAs, [CTAs, most items of a CTA]; an item that a CTA does not have costs nothing."""
+    x = jax.ShapeDtypeStruct((batch, length, heads, 64), jnp.bfloat16)
+    table = np.asarray(schedule.work_items(AttentionSpec(0.1, mask), Operands(x, x, x, mask=arrays), CONFIG))
+    counts = table[:, :1, schedule.ITEMS]
+    absent = np.arange(table.shape[1]) >= counts
+    items = schedule.WorkItem(*np.moveaxis(table, -1, 0)[: schedule.ITEMS])
+    return items._replace(kv_end=np.where(absent, items.kv_start, items.kv_end))
+
+
+def ragged(batch: int, length: int):
+    lengths = jnp.asarray(np.random.default_rng(0).integers(1, length, batch), jnp.int32)
+    return (CAUSAL, masks.QueryLengths(), masks.KeyValueLengths()), ((), (lengths,), (lengths,))
+
+
+def packed(batch: int, length: int):
+    ids = documents(batch, length, 16)
+    return (masks.Segments(), CAUSAL), ((ids, ids), ())
+
+
+def causal(batch: int, length: int):
+    return (CAUSAL,), ((),)
+
+
+@pytest.mark.parametrize("case", [causal, packed, ragged])
+@pytest.mark.parametrize(("batch", "length", "heads"), [(1, 32768, 16), (2, 8192, 16), (3, 1000, 5), (1, 64, 12)])
+def test_every_tile_once_and_fairly(case, batch, length, heads):
+    items = items_of(batch, length, heads, *case(batch, length))
+    present = items.kv_end > items.kv_start
+    tiles = -(-length // CONFIG.tile_q)
+    numbers = (items.batch * heads + items.head) * tiles + items.qi
+    assert sorted(numbers[present]) == list(range(batch * heads * tiles))
+    blocks = (items.kv_end - items.kv_start).sum(axis=1)
+    ideal = max(blocks.mean(), (items.kv_end - items.kv_start).max())
+    assert blocks.max() <= 1.3 * ideal
