@@ -64,18 +64,17 @@ class TileScores(NamedTuple):
         # -inf says "not allowed", whatever stands in q or k there.
         return jnp.where(bias == -jnp.inf, -jnp.inf, scores + bias)
 
-    def derivative(self, scores: jax.Array) -> jax.Array:
-        """Of the logits, by scale * q.k."""
+    def derivative(self, scores: jax.Array, logits: jax.Array) -> jax.Array:
+        """Of `logits`, which were made from these scores = q.k without a bias, by scale * q.k."""
         spec, operands = self.spec, self.operands
-        scores = scores * operands.scale
+        assert operands.bias is None
         slope = None
         if spec.score_mod is not None:
-            slope = self._call(tile_function.derivative(spec.score_mod), operands.score_mod, lambda: scores)
-            scores = self._call(spec.score_mod, operands.score_mod, lambda: scores)
+            derivative = tile_function.derivative(spec.score_mod)
+            slope = self._call(derivative, operands.score_mod, lambda: scores * operands.scale)
         if spec.soft_cap is not None:
-            tanh = softmax.soft_cap(scores, spec.soft_cap) * (1 / spec.soft_cap)
-            cap_slope = 1 - tanh * tanh
-            slope = cap_slope if slope is None else slope * cap_slope
+            tanh = logits * (1 / spec.soft_cap)
+            slope = 1 - tanh * tanh if slope is None else slope * (1 - tanh * tanh)
         assert slope is not None, "of scores that are only scaled it is 1"
         return slope
 
