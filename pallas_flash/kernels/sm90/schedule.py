@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_flash import tile_ranges
 from pallas_flash.kernels.sm90.config import ForwardConfig
@@ -131,3 +132,14 @@ def load_count(work: Any, cta: jax.Array) -> jax.Array:
 
 def load_item(work: Any, cta: jax.Array, index: jax.Array) -> WorkItem:
     return WorkItem(*(work[cta, index, field] for field in range(ITEMS)))
+
+
+def key_block(item: WorkItem, step: jax.Array) -> jax.Array:
+    """The key block of a step. They are rotated so that the masked ones behind the unmasked ones come first, then the
+    masked ones before them, then the unmasked ones: the first steps are masked, the last ones are not."""
+    return item.kv_start + lax.rem(step + item.full_end - item.kv_start, item.kv_end - item.kv_start)
+
+
+def first_unmasked(item: WorkItem) -> jax.Array:
+    """The first step whose keys need no mask; step 0 is done as if they did."""
+    return jnp.maximum(item.kv_end - item.kv_start - (item.full_end - item.full_start), 1)
