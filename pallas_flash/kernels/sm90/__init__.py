@@ -67,13 +67,14 @@ def forward(
 
 
 def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Gradients:
-    """By the kernel; what that cannot compute, as `xla` does."""
+    """By the kernels; what they cannot compute, as `xla` does."""
     kind = mask_class(spec, operands)
     if backward_pass.obstacle(spec, operands, kind) is not None:
         return xla.backward(spec, operands, residuals, cotangents)
     config = backward_pass.tuned_config(spec, operands, kind)
     assert config is not None, "obstacle() names what has no tiles"
-    return backward_pass.backward(spec, operands, residuals, cotangents, config=config)
+    queries = backward_pass.tuned_queries_config(operands, kind) if backward_pass.two_kernels(spec, operands) else None
+    return backward_pass.backward(spec, operands, residuals, cotangents, config=config, queries_config=queries)
 
 
 def _function_obstacle(spec: AttentionSpec) -> str | None:

@@ -28,15 +28,8 @@ from pallas_flash.kernels.sm90.config import COLUMNS, ROW_UNIT, ROWS, ForwardCon
 from pallas_flash.kernels.sm90.plan import Barriers, Buffers, Inputs, Plan, Ref, State, Work, Worker
 from pallas_flash.kernels.sm90.schedule import WorkItem
 from pallas_flash.kernels.tile_mask import TileIndex
-from pallas_flash.kernels.tile_scores import ScoreOperands, TileScores
+from pallas_flash.kernels.tile_scores import TileScores
 from pallas_flash.spec import AttentionSpec, Forward, Operands, Residuals
-
-
-def _padded(array: jax.Array, rows: int, columns: int) -> jax.Array:
-    """With the number of rows and columns rounded up to multiples of these."""
-    _, length, _, width = array.shape
-    missing = (0, round_up(length, rows) - length), (0, 0), (0, round_up(width, columns) - width)
-    return jnp.pad(array, ((0, 0), *missing)) if missing != ((0, 0),) * 3 else array
 
 
 def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, interpret: Any = None) -> Forward:
@@ -44,7 +37,7 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
     shapes = operands.shapes
     # TMA wants rows of 16 bytes; the interpreter knows nothing of how it clips.
     units = (1, ROW_UNIT) if interpret is None else (ROWS, COLUMNS)
-    q, k, v = (_padded(x, *units) for x in (operands.q, operands.k, operands.v))
+    q, k, v = (tma.padded(x, *units) for x in (operands.q, operands.k, operands.v))
     tensor_cores = matmul.Wgmma() if interpret is None else matmul.Interpreted()
     head_dim, value_head_dim = padded_head_dims(shapes)
     held = shapes._replace(q_len=round_up(shapes.q_len, ROWS), head_dim=head_dim, value_head_dim=value_head_dim)
@@ -98,16 +91,6 @@ def _slot(plan: Plan, count: jax.Array) -> jax.Array:
     return lax.rem(count, jnp.int32(plan.config.num_stages))
 
 
-def _key_block(item: WorkItem, step: jax.Array) -> jax.Array:
-    """The key block of a step. They are rotated so that the masked ones behind the unmasked ones come first, then the
-    masked ones before them, then the unmasked ones: the first steps are masked, the last ones are not."""
-    return item.kv_start + lax.rem(step + item.full_end - item.kv_start, item.kv_end - item.kv_start)
-
-
-def _first_unmasked(item: WorkItem) -> jax.Array:
-    return jnp.maximum(item.kv_end - item.kv_start - (item.full_end - item.full_start), 1)
-
-
 # The warpgroup that copies.
 
 
@@ -124,7 +107,7 @@ def _copy_warpgroup(plan: Plan, inputs: Inputs, buffers: Buffers, barriers: Barr
 
         def copy_block(source: Ref, buffer: Ref, handshake: bar.Handshake, step: jax.Array) -> None:
             slot = _slot(plan, count + step)
-            rows = tma.Rows(item.batch, _key_block(item, step) * config.block_kv, kv_head, config.block_kv)
+            rows = tma.Rows(item.batch, schedule.key_block(item, step) * config.block_kv, kv_head, config.block_kv)
             plgpu.barrier_wait(handshake.consumed.at[slot])
             tma.load(source, rows, buffer, handshake.produced, slot, contract_rows=buffer is buffers.v)
 
@@ -133,7 +116,7 @@ def _copy_warpgroup(plan: Plan, inputs: Inputs, buffers: Buffers, barriers: Barr
             if not plan.hides_values(masked=True):
                 copy(barriers.v, step)
                 return
-            unclean = plan.hides_values(masked=False) | (step < _first_unmasked(item))
+            unclean = plan.hides_values(masked=False) | (step < schedule.first_unmasked(item))
             pl.when(~unclean)(lambda: copy(barriers.v, step))
 
             @pl.when(unclean)
@@ -213,8 +196,6 @@ def _at(buffer: Ref | None, wg: jax.Array) -> Ref | None:
 
 def _work(plan: Plan, inputs: Inputs, wg: jax.Array, item: WorkItem, count: jax.Array) -> Work:
     config, spec = plan.config, plan.spec
-    of_batch = lambda part, arrays: tuple(x[item.batch] for x in arrays) if part.uses_batch else arrays  # noqa: E731
-    key = inputs.dropout_key
     return Work(
         wg=wg,
         item=item,
@@ -222,13 +203,7 @@ def _work(plan: Plan, inputs: Inputs, wg: jax.Array, item: WorkItem, count: jax.
         count=count,
         sink=None if inputs.sinks is None else inputs.sinks[item.head],
         q_offset=spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch],
-        scores=ScoreOperands(
-            scale=spec.scale if inputs.scale is None else inputs.scale[0],
-            score_mod=inputs.score_mod,
-            bias=inputs.bias,
-            mask=tuple(map(of_batch, spec.mask, inputs.mask)),
-            dropout_key=None if key is None else (key[0], key[1]),
-        ),
+        scores=tile_scores.score_operands(spec, inputs, item.batch),
     )
 
 
@@ -243,7 +218,7 @@ def _attend(worker: Worker) -> tuple[jax.Array, softmax.RowStatistics]:
     state = step(jnp.int32(0), None, masked=plan.some_masked)
     first_unmasked: Any = 1
     if plan.some_masked:
-        first_unmasked = _first_unmasked(item)
+        first_unmasked = schedule.first_unmasked(item)
         state = lax.fori_loop(1, first_unmasked, functools.partial(step, masked=True), state)
     state = lax.fori_loop(first_unmasked, steps, functools.partial(step, masked=False), state)
 
@@ -317,7 +292,7 @@ def _index(worker: Worker, step: jax.Array, masked: bool) -> TileIndex:
         batch=work.item.batch,
         head=work.item.head,
         q_base=work.q_base,
-        kv_base=_key_block(work.item, step) * config.block_kv,
+        kv_base=schedule.key_block(work.item, step) * config.block_kv,
         q_offset=work.q_offset,
         columns_inside=not masked,
     )
