@@ -147,7 +147,7 @@ CASES = {
         AttentionSpec(0.07),
         operands_of(1, 64, 100, 2, 2, (192, 128), bias=bias_of(1, 1, 64, 100)),
         SHARED,
-        QueriesConfig(compute_wgs=1),
+        QueriesConfig(compute_wgs=1, overlap=False),
     ),
 }  # fmt: skip
 

@@ -98,9 +98,7 @@ def _kernel(plan: Plan, inputs: Inputs, dq: Ref, buffers: Buffers, barriers: Bar
 
 
 def _slot(count: jax.Array, stages: int) -> jax.Array:
-    if stages > 1:
-        return lax.rem(count, jnp.int32(stages))
-    return lax.shift_right_logical(count, jnp.int32(31))
+    return lax.rem(count, jnp.int32(stages))
 
 
 # The warpgroup that copies.
@@ -201,8 +199,8 @@ def _work(plan: Plan, inputs: Inputs, wg: int, item: WorkItem, count: jax.Array)
 
 def _walk(worker: Worker) -> jax.Array:
     """Over the item's key blocks: the masked ones, then the unmasked ones. Returns dQ."""
-    plan, (_, _, buffers, barriers), work, acc = worker
-    tensor_cores, item = plan.tensor_cores, work.item
+    plan, refs, work, acc = worker
+    barriers, item = refs.barriers, work.item
     steps = item.kv_end - item.kv_start
     step = functools.partial(_step, worker)
     plgpu.barrier_wait(barriers.q.produced.at[work.wg])
@@ -214,25 +212,36 @@ def _walk(worker: Worker) -> jax.Array:
         ds = lax.fori_loop(1, first_unmasked, functools.partial(step, masked=True), ds)
     ds = lax.fori_loop(first_unmasked, steps, functools.partial(step, masked=False), ds)
     plgpu.barrier_arrive(barriers.dout.consumed.at[work.wg])
-    last = _slot(work.count + steps - 1, plan.config.key_stages)
-    tensor_cores.start(acc, ds, buffers.k.at[last])
-    dq = tensor_cores.load(acc, pending=0)
-    plgpu.barrier_arrive(barriers.k.consumed.at[last])
-    return dq
+    if ds is not None:
+        _add_dq(worker, steps - 1, ds)
+    return plan.tensor_cores.load(acc, pending=0)
 
 
-def _step(worker: Worker, step: jax.Array, ds_before: jax.Array | None, *, masked: bool) -> jax.Array:
+def _add_dq(worker: Worker, step: jax.Array, ds: jax.Array) -> None:
+    """dQ += dS K of a step, with nothing beside it."""
+    plan, (_, _, buffers, barriers), work, acc = worker
+    slot = _slot(work.count + step, plan.config.key_stages)
+    plan.tensor_cores.start(acc, ds, buffers.k.at[slot])
+    plan.tensor_cores.wait(0)
+    plgpu.barrier_arrive(barriers.k.consumed.at[slot])
+
+
+def _step(worker: Worker, step: jax.Array, ds_before: jax.Array | None, *, masked: bool) -> jax.Array | None:
     """dS of a block of keys, 16-bit: the gradient of scale * q.k, as the scale comes at the end. Beside it,
-    dQ += dS K of the step before (none before the first)."""
+    dQ += dS K of the step before (none before the first). Without overlap, that of this step, and nothing is left."""
     plan, (inputs, _, buffers, barriers), work, acc = worker
     tensor_cores, config = plan.tensor_cores, plan.config
     pending = 0 if ds_before is None else 1
+    # 0, which the compiler does not know: what it knows to be the same in every step has its many addresses held in
+    # registers throughout the loop.
+    zero = lax.shift_right_logical(work.item.kv_start + step, jnp.int32(31))
     k_slot, k_before = (_slot(work.count + i, config.key_stages) for i in (step, step - 1))
-    v_slot = _slot(work.count + step, config.value_stages)
+    v_slot = _slot(work.count + step, config.value_stages) + zero
+    own = work.wg + zero
     plgpu.barrier_wait(barriers.k.produced.at[k_slot])
-    s = tensor_cores.issue(buffers.q.at[work.wg], buffers.k.at[k_slot])
+    s = tensor_cores.issue(buffers.q.at[own], buffers.k.at[k_slot])
     plgpu.barrier_wait(barriers.v.produced.at[v_slot])
-    dp = tensor_cores.issue(buffers.dout.at[work.wg], buffers.v.at[v_slot])
+    dp = tensor_cores.issue(buffers.dout.at[own], buffers.v.at[v_slot])
     if ds_before is not None:
         tensor_cores.start(acc, ds_before, buffers.k.at[k_before])
     scores = tensor_cores.landed(s, pending=pending + 1)
@@ -247,7 +256,11 @@ def _step(worker: Worker, step: jax.Array, ds_before: jax.Array | None, *, maske
     if ds_before is not None:
         tensor_cores.wait(0)
         plgpu.barrier_arrive(barriers.k.consumed.at[k_before])
-    return lax.optimization_barrier(ds.astype(plan.dtype))
+    ds = lax.optimization_barrier(ds.astype(plan.dtype))
+    if config.overlap:
+        return ds
+    _add_dq(worker, step, ds)
+    return None
 
 
 def _index(worker: Worker, step: jax.Array, masked: bool) -> TileIndex:

@@ -6,6 +6,9 @@ import dataclasses
 
 from pallas_flash.kernels.sm90.config import BARRIER_BYTES, BUFFER_ALIGNMENT, round_up
 
+WARPGROUP = 128  # threads
+OTHER_REGISTERS = 40  # of a thread: addresses, row statistics, what is on the way
+
 
 @dataclasses.dataclass(frozen=True)
 class QueriesConfig:
@@ -15,6 +18,7 @@ class QueriesConfig:
     block_kv: int = 64
     compute_wgs: int = 2
     value_stages: int = 2  # buffers for value blocks
+    overlap: bool = True  # dQ's product runs beside those of the next block; False: registers do not suffice for that
     head_group: int = 4  # heads whose tiles are worked on together, so that their keys stay in L2
     num_ctas: int = 132  # the SMs of an H100 or H200 (SXM)
 
@@ -38,7 +42,7 @@ class QueriesConfig:
 
     @property
     def key_stages(self) -> int:
-        """Buffers for key blocks: of two steps, as dS of one multiplies its keys beside the scores of the next."""
+        """Buffers for key blocks: `overlap` needs those of two steps."""
         return 2
 
     @property
@@ -51,8 +55,9 @@ class QueriesConfig:
         return {1: 40, 2: 40, 3: 32}[self.compute_wgs]
 
     def fits(self, head_dim: int) -> bool:
-        """Whether dQ, S and dP leave a thread enough registers, for a padded head dim."""
-        return head_dim + 2 * self.block_kv <= (192 if self.compute_wgs == 3 else 384)
+        """Whether dQ, S and dP, and with overlap dS, leave a thread enough registers, for a padded head dim."""
+        elements = head_dim + 2 * self.block_kv + (self.block_kv // 2 if self.overlap else 0)
+        return elements * self.block_q // WARPGROUP <= self.compute_registers - OTHER_REGISTERS
 
     def shared_bytes(self, head_dims: tuple[int, int], itemsize: int) -> int:
         """What a CTA needs of `MAX_SHARED_BYTES` for padded head dims."""
