@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import matmul, softmax, tile_scores, tma
+from pallas_flash.kernels import matmul, memory, softmax, tile_scores, tma
 from pallas_flash.kernels.matmul import Span
 from pallas_flash.kernels.sm90 import backward_queries_plan as plan_
 from pallas_flash.kernels.sm90 import schedule
@@ -32,8 +32,6 @@ from pallas_flash.kernels.sm90.schedule import WorkItem
 from pallas_flash.kernels.tile_mask import TileIndex
 from pallas_flash.kernels.tile_scores import TileScores
 from pallas_flash.spec import LOG2E, AttentionSpec, Operands
-
-SCALE_COLUMNS = 32  # of q and dq multiplied at a time for the gradient of the scale, as registers are short
 
 
 def run(
@@ -324,8 +322,8 @@ def _row_products(q_smem: Ref, dq: jax.Array) -> jax.Array:
     """The sum of q * dq along each row."""
     rows, columns = dq.shape
     total = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-    for first in range(0, columns, SCALE_COLUMNS):
-        size = min(SCALE_COLUMNS, columns - first)
+    size = memory.tile_columns(dq.shape, q_smem.dtype)  # at a time: registers are short
+    for first in range(0, columns, size):
         q = plgpu.load(q_smem.at[:, pl.ds(first, size)], layout=plgpu.Layout.WGMMA)
         total += (q.astype(jnp.float32) * dq[:, first : first + size]).sum(axis=1)
     return total
