@@ -1,6 +1,7 @@
 """Hopper (compute capability 9.0): TMA, wgmma, warp-specialised.
 
-The gradients of calls with deterministic=True, a bias, or a score_mod that captures floating arrays are those of `xla`.
+Gradients come from one kernel; from two, bit-equal on repeats, with deterministic=True or a bias; and from `xla` where
+`backward_pass.obstacle` says why: mainly with a score_mod that captures floating arrays.
 
 Every feature of a call is in the kernel and they compose freely. Refused are dtypes other than bfloat16 and float16,
 head dims beyond 256, a `precision` that 16-bit weights cannot give, arrays of 64 bits, and what a `score_mod` or a
