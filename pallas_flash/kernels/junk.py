@@ -1,12 +1,13 @@
 """NaN and Inf in values that a mask hides.
 
-A tile that is hidden in part is multiplied as a whole, with weights of 0 where it is hidden, and 0 * NaN is NaN. So
-the warpgroup that copies looks through the values of such tiles. It replaces what is not finite by 0 and notes the
-rows; the weights of pairs that do take part with such a row become NaN.
+A tile that is hidden in part is multiplied as a whole, with weights of 0 where it is hidden, and 0 * NaN is NaN. So the
+warpgroup that copies looks through the values of such tiles. It replaces what is not finite by 0 and notes the rows;
+the warpgroups that compute note which queries do take part with such a row, and give those NaN.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels import matmul
+from pallas_flash.kernels import matmul, softmax
 
 Ref = Any
 ROWS = 64  # the registers of a warpgroup hold this many rows at least
@@ -25,11 +26,14 @@ class Junk(NamedTuple):
     """What is known of the values in each slot of their buffer."""
 
     found: Ref  # int32 [slots], whether there is any
-    rows: Ref  # float32 [slots, rows], NaN for a row with any, else 0
+    rows: Ref  # float32 [slots, rows], NaN for a row with any, else 0; only where some was found
+    readers: Ref  # float32 [warpgroups, queries], NaN for a query that takes part with such a row, else 0
 
 
-def scratch(slots: int, rows: int) -> Junk:
-    return Junk(plgpu.SMEM((slots,), jnp.int32), plgpu.SMEM((slots, rows), jnp.float32))
+def scratch(slots: int, rows: int, wgs: int) -> Junk:
+    return Junk(
+        plgpu.SMEM((slots,), jnp.int32), plgpu.SMEM((slots, rows), jnp.float32), plgpu.SMEM((wgs, ROWS), jnp.float32)
+    )
 
 
 def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, tensor_cores: matmul.TensorCores) -> None:
@@ -39,11 +43,11 @@ def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, tensor_cores: 
     at = lambda start, column: values.at[slot, pl.ds(start, ROWS), pl.ds(column, columns)]  # noqa: E731
     junk.found[slot] = jnp.int32(0)
     plgpu.commit_smem()  # before some warp finds junk
-    for start in starts:
-        bad = _nothing()
-        for column in range(0, head_dim, columns):
-            bad += _poison(_load(at(start, column)))
-        some = tensor_cores.any(bad != 0)  # NaN is
+    for start in starts:  # in 16 bits: two elements an instruction
+        parts = (at(start, column)[...] for column in range(0, head_dim, columns))
+        tiles = (plgpu.layout_cast(part, plgpu.Layout.WGMMA) for part in parts)
+        nothing = functools.reduce(jnp.add, (softmax.fold(jnp.add, tile * 0) for tile in tiles))
+        some = tensor_cores.any(nothing.astype(jnp.float32) != 0)  # NaN is
         pl.when(some)(lambda: _set(junk.found, slot))
     plgpu.commit_smem()
 
@@ -59,14 +63,23 @@ def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, tensor_cores: 
         plgpu.commit_smem()
 
 
-def poison(weights: jax.Array, p: jax.Array, junk: Junk, slot: jax.Array) -> jax.Array:
-    """The weights [queries, keys] of a tile, NaN where a key with junk takes part, which p > 0 says."""
+def forget(junk: Junk, wg: jax.Array) -> None:
+    """Before a warpgroup's next queries."""
+    junk.readers[wg] = _nothing()
+    plgpu.commit_smem()
 
-    def poisoned(weights: jax.Array) -> jax.Array:
-        rows = plgpu.layout_cast(junk.rows[slot], plgpu.Layout.WGMMA.reduce(0))
-        return weights + jnp.where(p > 0, lax.broadcast_in_dim(rows, weights.shape, (1,)), 0.0)
 
-    return lax.cond(junk.found[slot] != 0, poisoned, lambda weights: weights, weights)
+def note_readers(takes_part: jax.Array, junk: Junk, slot: jax.Array, wg: jax.Array) -> None:
+    """takes_part: bool [queries, keys] of a tile."""
+    rows = plgpu.layout_cast(junk.rows[slot], plgpu.Layout.WGMMA.reduce(0))
+    read = jnp.where(takes_part, lax.broadcast_in_dim(rows, takes_part.shape, (1,)), 0.0)
+    junk.readers[wg] = of_readers(junk, wg) + read.sum(axis=1)
+    plgpu.commit_smem()
+
+
+def of_readers(junk: Junk, wg: jax.Array) -> jax.Array:
+    """NaN for each of the warpgroup's queries that takes part with junk, else 0."""
+    return plgpu.layout_cast(junk.readers[wg], plgpu.Layout.WGMMA.reduce(1))
 
 
 def _nothing() -> jax.Array:

@@ -121,15 +121,24 @@ WINDOWS = ("slice", "dynamic_slice", "squeeze")
 IDENTITIES = ("copy", "pvary", "stop_gradient")
 
 
-def obstacle(function: Elementwise | Derivative) -> str | None:
+def obstacle(function: Elementwise) -> str | None:
     """Why the kernel cannot compute this function, in words; None if it can."""
     return _obstacle(function.jaxpr)
 
 
-class Derivative(NamedTuple):
-    """A program with the same arguments as an `Elementwise`."""
+def derivative_obstacle(function: Elementwise) -> str | None:
+    """Likewise of its derivative by the score."""
+    jaxpr = derivative(function).jaxpr
+    if any(program.consts for program in _all_inner(jaxpr).values()):
+        return "arrays that functions under jit captured"
+    return _obstacle(jaxpr)
 
-    jaxpr: Any  # its constants come as its first arguments
+
+class Derivative(NamedTuple):
+    """A program with the arguments of an `Elementwise`, and before them what that captures."""
+
+    jaxpr: Any
+    captures: int
 
 
 @functools.lru_cache(maxsize=64)
@@ -144,7 +153,7 @@ def derivative(function: Elementwise) -> Derivative:
     shape = lambda var: jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)  # noqa: E731
     traced = jax.make_jaxpr(slope)([shape(x) for x in jaxpr.constvars], *(shape(x) for x in jaxpr.invars))
     assert not traced.consts, "what it captures are its arguments"
-    return Derivative(traced.jaxpr)
+    return Derivative(traced.jaxpr, len(jaxpr.constvars))
 
 
 def _obstacle(jaxpr: Any) -> str | None:
@@ -197,11 +206,6 @@ def _all_inner(jaxpr: Any) -> dict[int, Any]:
     return found
 
 
-def captures_inside(function: Elementwise) -> bool:
-    """Whether a function under `jit` inside it captured arrays of its own."""
-    return any(program.consts for program in _all_inner(function.jaxpr).values())
-
-
 def operands(function: Elementwise, captures: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The arrays that `evaluate` reads: what the function captured, and what functions under `jit` inside it did."""
     inner = _all_inner(function.jaxpr).values()
@@ -220,17 +224,18 @@ def evaluate(
 ) -> Any:
     """The function's value, a tile or a scalar. sources: references to `operands`. An argument is called if something
     reads it: what nobody reads must not be there, as Mosaic finds no layout for it."""
-    jaxpr = function.jaxpr
     windows = iter([Window.whole(source) for source in sources])
-    captures = [next(windows) for _ in range(len(jaxpr.constvars) + len(jaxpr.invars) - len(args))]
-    inner = {key: [next(windows) for _ in program.consts] for key, program in _all_inner(jaxpr).items()}
-    return _evaluate(Program(gather, inner), jaxpr, captures, args)
+    captures = [next(windows) for _ in function.jaxpr.constvars]
+    if isinstance(function, Derivative):
+        first = [next(windows) for _ in range(function.captures)]
+        args = [*(lambda window=window: window for window in first), *args]
+    inner = {key: [next(windows) for _ in program.consts] for key, program in _all_inner(function.jaxpr).items()}
+    return _evaluate(Program(gather, inner), function.jaxpr, captures, args)
 
 
 def _evaluate(program: Program, jaxpr: Any, captures: list[Window], args: Sequence[Callable[[], Any]]) -> Any:
-    captured = [lambda window=window: window for window in captures]
-    variables = (*jaxpr.constvars, *jaxpr.invars)
-    values: dict[Any, Callable[[], Any]] = dict(zip(variables, (*captured, *args), strict=True))
+    values: dict[Any, Callable[[], Any]] = dict(zip(jaxpr.invars, args, strict=True))
+    values |= {var: lambda window=window: window for var, window in zip(jaxpr.constvars, captures, strict=True)}
 
     def read(var: Any) -> Any:
         value = np.asarray(var.val, var.aval.dtype)[()] if hasattr(var, "val") else values[var]()

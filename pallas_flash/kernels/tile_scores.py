@@ -65,30 +65,32 @@ class TileScores(NamedTuple):
 
     def logits(self, scores: jax.Array) -> jax.Array:
         """soft_cap(score_mod(scale * q.k)) + bias, in natural units, of scores = q.k."""
+        return self.biased(self.unbiased(scores))
+
+    def unbiased(self, scores: jax.Array) -> jax.Array:
         spec, operands = self.spec, self.operands
         scores = scores * operands.scale
         if spec.score_mod is not None:
             scores = self._call(spec.score_mod, operands.score_mod, lambda: scores)
-        if spec.soft_cap is not None:
-            scores = softmax.soft_cap(scores, spec.soft_cap)
-        if operands.bias is None:
-            return scores
-        bias = self._take(operands.bias).astype(jnp.float32)
-        # -inf says "not allowed", whatever stands in q or k there.
-        return jnp.where(bias == -jnp.inf, -jnp.inf, scores + bias)
+        return scores if spec.soft_cap is None else softmax.soft_cap(scores, spec.soft_cap)
 
-    def derivative(self, scores: jax.Array) -> jax.Array:
-        """Of the logits, by scale * q.k."""
+    def biased(self, logits: jax.Array) -> jax.Array:
+        if self.operands.bias is None:
+            return logits
+        bias = self._take(self.operands.bias).astype(jnp.float32)
+        # -inf says "not allowed", whatever stands in q or k there.
+        return jnp.where(bias == -jnp.inf, -jnp.inf, logits + bias)
+
+    def derivative(self, scores: jax.Array, unbiased: jax.Array) -> jax.Array:
+        """Of the logits, by scale * q.k; `unbiased` was made from these scores = q.k."""
         spec, operands = self.spec, self.operands
-        scores = scores * operands.scale
         slope = None
         if spec.score_mod is not None:
-            slope = self._call(tile_function.derivative(spec.score_mod), operands.score_mod, lambda: scores)
-            scores = self._call(spec.score_mod, operands.score_mod, lambda: scores)
+            derivative = tile_function.derivative(spec.score_mod)
+            slope = self._call(derivative, operands.score_mod, lambda: scores * operands.scale)
         if spec.soft_cap is not None:
-            tanh = softmax.soft_cap(scores, spec.soft_cap) * (1 / spec.soft_cap)
-            cap_slope = 1 - tanh * tanh
-            slope = cap_slope if slope is None else slope * cap_slope
+            tanh = unbiased * (1 / spec.soft_cap)
+            slope = 1 - tanh * tanh if slope is None else slope * (1 - tanh * tanh)
         assert slope is not None, "of scores that are only scaled it is 1"
         return slope
 

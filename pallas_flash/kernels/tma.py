@@ -61,7 +61,8 @@ def load(source: Ref, rows: Rows, buffer: Ref, produced: Ref, slot: Any, *, cont
     def copy(ctx: Any, source: Any, target: Any, barriers: Any, slot: Any, *at: Any) -> None:
         barrier = _barrier(barriers, slot)
         leader = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
-        barrier.arrive_expect_tx(math.prod(buffer.shape[-2:]) * buffer.dtype.itemsize, predicate=leader)
+        # Under Pallas every thread of the warpgroup arrives: each expects its share.
+        barrier.arrive_expect_tx(math.prod(buffer.shape[-2:]) * buffer.dtype.itemsize // utils.WARPGROUP_SIZE)
         for piece, where, transform in _pieces(target, source, at):
             ctx.async_copy(
                 src_ref=source,

@@ -27,10 +27,8 @@ def obstacle(spec: AttentionSpec, operands: Operands, mask_class: str) -> str | 
         return "deterministic=True and a bias that heads or batch elements share: the order of its sums is not fixed"
     if any(jnp.issubdtype(array.dtype, jnp.floating) for array in operands.score_mod):
         return "floating arrays that score_mod captures: it does not compute their gradients"
-    if spec.score_mod is not None and tile_function.captures_inside(spec.score_mod):
-        return "a score_mod with captures of a function under jit: its derivative does not find them"
     if spec.score_mod is not None:
-        problem = tile_function.obstacle(tile_function.derivative(spec.score_mod))
+        problem = tile_function.derivative_obstacle(spec.score_mod)
         if problem is not None:
             return f"the derivative of score_mod uses {problem}, which it cannot compute"
     config = tuned_config(spec, operands, mask_class)

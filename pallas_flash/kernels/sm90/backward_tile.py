@@ -70,8 +70,9 @@ def weights(worker: Worker, block: Block, tile: TileScores, scores: jax.Array) -
     if plan.scaled_only:
         logits, to_log2 = scores * (tile.operands.scale * LOG2E), 1.0
     else:
-        logits, to_log2 = tile.logits(scores), LOG2E
-        derivative = tile.derivative(scores) if plan.derivative else None
+        logits, to_log2 = tile.unbiased(scores), LOG2E
+        derivative = tile.derivative(scores, logits) if plan.derivative else None
+        logits = tile.biased(logits)
     if block.masked:
         logits = tile.masked(logits, plan.kv_len_if_cut)
     if rows.m is not None:

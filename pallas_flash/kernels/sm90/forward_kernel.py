@@ -11,6 +11,7 @@ flight, nothing is in flight across the end of a loop's body, and an accumulator
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -22,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
 from pallas_flash.kernels import junk, matmul, memory, softmax, tile_scores, tma
+from pallas_flash.kernels.sm90 import forward_copies, schedule
 from pallas_flash.kernels.sm90 import plan as plan_
-from pallas_flash.kernels.sm90 import schedule
 from pallas_flash.kernels.sm90.config import COLUMNS, ROW_UNIT, ROWS, ForwardConfig, padded_head_dims, round_up
 from pallas_flash.kernels.sm90.plan import Barriers, Buffers, Inputs, Plan, Ref, State, Work, Worker
 from pallas_flash.kernels.sm90.schedule import WorkItem
@@ -84,80 +85,7 @@ def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers, ba
     @pl.when(wg == config.compute_wgs)
     def _copy() -> None:
         plgpu.set_max_registers(config.copy_registers, action="decrease")
-        _copy_warpgroup(plan, inputs, buffers, barriers)
-
-
-def _slot(plan: Plan, count: jax.Array) -> jax.Array:
-    return lax.rem(count, jnp.int32(plan.config.num_stages))
-
-
-# The warpgroup that copies.
-
-
-def _copy_warpgroup(plan: Plan, inputs: Inputs, buffers: Buffers, barriers: Barriers) -> None:
-    config = plan.config
-    cta = lax.axis_index("cta")
-    items = schedule.load_count(inputs.work, cta)
-    first = schedule.load_item(inputs.work, cta, jnp.int32(0))
-
-    def copy_tile(index: jax.Array, carry: tuple[WorkItem, jax.Array]) -> tuple[WorkItem, jax.Array]:
-        item, count = carry
-        following = schedule.load_item(inputs.work, cta, jnp.minimum(index + 1, items - 1))
-        kv_head = lax.div(item.head, jnp.int32(plan.shapes.q_heads_per_kv_head))
-
-        def copy_block(source: Ref, buffer: Ref, handshake: bar.Handshake, step: jax.Array) -> None:
-            slot = _slot(plan, count + step)
-            rows = tma.Rows(item.batch, schedule.key_block(item, step) * config.block_kv, kv_head, config.block_kv)
-            plgpu.barrier_wait(handshake.consumed.at[slot])
-            tma.load(source, rows, buffer, handshake.produced, slot, contract_rows=buffer is buffers.v)
-
-        def copy_v(step: jax.Array) -> None:
-            copy = functools.partial(copy_block, inputs.v, buffers.v)
-            if not plan.hides_values(masked=True):
-                copy(barriers.v, step)
-                return
-            unclean = plan.hides_values(masked=False) | (step < schedule.first_unmasked(item))
-            pl.when(~unclean)(lambda: copy(barriers.v, step))
-
-            @pl.when(unclean)
-            def _() -> None:
-                copy(bar.Handshake(barriers.v_landed, barriers.v.consumed), step)
-                _clean(plan, buffers, barriers, _slot(plan, count + step))
-
-        copy_k = functools.partial(copy_block, inputs.k, buffers.k, barriers.k)
-        # The first keys do not wait for the last tile's queries to be done with.
-        copy_k(jnp.int32(0))
-        for wg in range(config.compute_wgs):
-            start = item.qi * config.tile_q + wg * config.block_q
-            plgpu.barrier_wait(barriers.q.consumed.at[wg])
-            tma.load(
-                inputs.q, tma.Rows(item.batch, start, item.head, config.block_q), buffers.q, barriers.q.produced, wg
-            )
-        steps = item.kv_end - item.kv_start
-
-        @pl.loop(1, steps)
-        def _(step: jax.Array) -> None:
-            copy_k(step)
-            copy_v(step - 1)
-
-        copy_v(steps - 1)
-        return following, count + steps
-
-    lax.fori_loop(0, items, copy_tile, (first, jnp.int32(0)))
-    bar.await_all(barriers.q, config.compute_wgs)
-    bar.await_all(barriers.k, config.num_stages)
-    bar.await_all(barriers.v, config.num_stages)
-
-
-def _clean(plan: Plan, buffers: Buffers, barriers: Barriers, slot: jax.Array) -> None:
-    """Wait for a block of values, and hand it on without NaN and Inf."""
-    columns = memory.tile_columns(buffers.v.shape, plan.dtype, contract_rows=True)
-    plgpu.barrier_wait(barriers.v_landed.at[slot])
-    junk.clean(buffers.v, columns, buffers.junk, slot, plan.tensor_cores)
-    plgpu.barrier_arrive(barriers.v.produced.at[slot])
-
-
-# The warpgroups that compute.
+        forward_copies.copy_warpgroup(plan, inputs, buffers, barriers)
 
 
 def _compute_warpgroup(
@@ -214,6 +142,8 @@ def _attend(worker: Worker) -> tuple[jax.Array, softmax.RowStatistics]:
     steps = item.kv_end - item.kv_start
     step = functools.partial(_step, worker)
 
+    if buffers.junk is not None:
+        junk.forget(buffers.junk, work.wg)
     plgpu.barrier_wait(barriers.q.produced.at[work.wg])
     state = step(jnp.int32(0), None, masked=plan.some_masked)
     first_unmasked: Any = 1
@@ -222,18 +152,25 @@ def _attend(worker: Worker) -> tuple[jax.Array, softmax.RowStatistics]:
         state = lax.fori_loop(1, first_unmasked, functools.partial(step, masked=True), state)
     state = lax.fori_loop(first_unmasked, steps, functools.partial(step, masked=False), state)
 
-    last = _slot(plan, work.count + steps - 1)
+    last = plan.slot(work.count + steps - 1)
+    _await_values(worker, last)
     plan.tensor_cores.start(acc, state.p, buffers.v.at[last])
     out = plan.tensor_cores.load(acc, pending=0)
     plgpu.barrier_arrive(barriers.v.consumed.at[last])
     return out, state.stats
 
 
+def _await_values(worker: Worker, slot: jax.Array) -> None:
+    """Unless `_step` has, to know of junk in them."""
+    if not worker.plan.hides_values(masked=True):
+        plgpu.barrier_wait(worker.barriers.v.produced.at[slot])
+
+
 def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool) -> State:
     """S(step), and O += P V of the step before (none before the first), then the softmax of S."""
     plan, buffers, barriers, work, acc = worker
     tensor_cores, units = plan.tensor_cores, plan.units
-    last = _slot(plan, work.count + step - 1)
+    last = plan.slot(work.count + step - 1)
     scores = _products(worker, step, state)
     tile = TileScores(plan.spec, work.scores, _index(worker, step, masked), tensor_cores)
     if not plan.raw_scores:
@@ -256,24 +193,40 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
     p = softmax.probabilities(scores, shift, units)
     added = softmax.fold(jnp.add, p)
     stats = softmax.RowStatistics(m, shift, added if state is None else sums + added)
-    slot = _slot(plan, work.count + step)
-    plgpu.barrier_wait(barriers.v.produced.at[slot])
-    weights = tile.kept(p)
-    if plan.hides_values(masked=masked):
-        weights = junk.poison(weights, p, buffers.junk, slot)
-    return State(stats, lax.optimization_barrier(weights.astype(plan.dtype)))
+    weights = lax.optimization_barrier(tile.kept(p).astype(plan.dtype))
+    if plan.hides_values(masked=True):  # `_products` of the next step does not know whether this one was masked
+        slot = plan.slot(work.count + step)
+        plgpu.barrier_wait(barriers.v.produced.at[slot])
+        if plan.hides_values(masked=masked):
+            pl.when(buffers.junk.found[slot] != 0)(lambda: _note_readers_of_junk(worker, tile, slot, masked=masked))
+    return State(stats, weights)
+
+
+def _note_readers_of_junk(worker: Worker, tile: TileScores, slot: jax.Array, *, masked: bool) -> None:
+    """Queries that take part with a key whose values are not finite."""
+    plan, buffers, _, work, _ = worker
+    # The flag is 1, which the compiler does not know: else it keeps the mask's bits from the step, just in case.
+    q_base = tile.index.q_base + buffers.junk.found[slot] - 1
+    tile = tile._replace(index=dataclasses.replace(tile.index, q_base=q_base))
+    logits = plgpu.layout_cast(jnp.zeros(tile.index.shape, jnp.float32), plgpu.Layout.WGMMA)
+    if plan.has_bias:
+        logits = tile.logits(logits)
+    if masked:
+        logits = tile.masked(logits, None)
+    junk.note_readers(logits > -jnp.inf, buffers.junk, slot, work.wg)
 
 
 def _products(worker: Worker, step: jax.Array, state: State | None) -> jax.Array:
     """Issue S = Q K^T and O += P V back to back, wait for S only."""
     plan, buffers, barriers, work, acc = worker
     wg, item, tensor_cores = work.wg, work.item, plan.tensor_cores
-    slot, last = _slot(plan, work.count + step), _slot(plan, work.count + step - 1)
+    slot, last = plan.slot(work.count + step), plan.slot(work.count + step - 1)
     plgpu.barrier_wait(barriers.k.produced.at[slot])
     if barriers.turns is not None:
         barriers.turns.wait(wg)
     s = tensor_cores.issue(buffers.q.at[wg], buffers.k.at[slot])
     if state is not None:
+        _await_values(worker, last)
         tensor_cores.start(acc, state.p, buffers.v.at[last])
     if barriers.turns is not None:
         barriers.turns.pass_on(wg)
@@ -342,7 +295,10 @@ def _store_tile(
     rows = pl.ds(work.q_base, plan.config.block_q)
     out_smem = (buffers.q if buffers.out is None else buffers.out).at[wg]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's
-    out_smem[...] = (out * softmax.rows_like(stats.normalizer, out)).astype(plan.dtype)
+    normalizer = stats.normalizer
+    if buffers.junk is not None:
+        normalizer += junk.of_readers(buffers.junk, wg)
+    out_smem[...] = (out * softmax.rows_like(normalizer, out)).astype(plan.dtype)
     buffers.m[wg] = stats.m
     buffers.l[wg] = stats.l
     plgpu.commit_smem()

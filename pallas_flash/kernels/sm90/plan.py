@@ -7,6 +7,8 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
@@ -94,6 +96,10 @@ class Plan:
     tensor_cores: matmul.TensorCores
     has_bias: bool
 
+    def slot(self, count: jax.Array) -> jax.Array:
+        """Where the key block of this number stands among the buffers."""
+        return lax.rem(count, jnp.int32(self.config.num_stages))
+
     @property
     def any_logits(self) -> bool:
         """Whether logits may be as large as float32 goes."""
@@ -133,7 +139,7 @@ def buffers(plan: Plan) -> Buffers:
         out=matrix((wgs, block_q, shapes.value_head_dim)) if config.out_has_own_buffer else None,
         m=memory.rows((wgs, block_q)),
         l=memory.rows((wgs, block_q)),
-        junk=junk.scratch(config.num_stages, block_kv) if plan.hides_values(masked=True) else None,
+        junk=junk.scratch(config.num_stages, block_kv, wgs) if plan.hides_values(masked=True) else None,
         acc=plan.tensor_cores.scratch((wgs, block_q, shapes.value_head_dim)),
     )
 

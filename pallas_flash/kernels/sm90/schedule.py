@@ -153,5 +153,5 @@ def key_block(item: WorkItem, step: jax.Array) -> jax.Array:
 
 
 def first_unmasked(item: WorkItem) -> jax.Array:
-    """The first step of those that need no mask; step 0 is masked in any case."""
+    """The first step whose keys need no mask; step 0 is done as if they did."""
     return jnp.maximum(item.kv_end - item.kv_start - (item.full_end - item.full_start), 1)
