@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,14 +19,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import masks, xla
 from pallas_flash.kernels.sm90 import backward_pass
 from pallas_flash.kernels.sm90.backward_config import BackwardConfig
+from pallas_flash.kernels.sm90.backward_queries_config import QueriesConfig
 from pallas_flash.spec import AttentionSpec, Cotangents, Gradients, Operands
-from tests.test_interpret import failure, operands_of, races_found, score_mod
+from tests.test_interpret import bias_of, failure, operands_of, races_found, score_mod
 
 ROOT = Path(__file__).parent.parent
 CAUSAL = masks.Band(None, 0)
 COLUMNS = BackwardConfig(unroll=2)
 BY_ROWS = BackwardConfig(block_q=128)
 SHARED = BackwardConfig(block_kv=64, dout_stages=1)
+QUERIES = QueriesConfig(num_ctas=2, head_group=2)
 TOLERANCE = 4e-3  # of bfloat16, relative to the gradient's norm
 
 rng = np.random.default_rng(1)
@@ -36,7 +39,7 @@ STRIPES = masks.predicate(lambda b, h, q, k: (q // 3 + k) % 5 != 0)
 
 
 def both(
-    spec: AttentionSpec, operands: Operands, config: BackwardConfig, *, dlse: bool = True
+    spec: AttentionSpec, operands: Operands, config: BackwardConfig, queries_config: QueriesConfig | None = None
 ) -> tuple[Gradients, Gradients]:
     """The kernel's gradients, and those in float32."""
     operands = operands._replace(mask=operands.mask or ((),) * len(spec.mask))
@@ -44,11 +47,12 @@ def both(
     residuals = xla.forward(spec, exact).residuals
     rng = np.random.default_rng(1)
     dout = jnp.asarray(rng.normal(size=residuals.out.shape), operands.q.dtype)
-    cotangents = Cotangents(dout, jnp.asarray(rng.normal(size=residuals.m.shape) * dlse, jnp.float32))
+    cotangents = Cotangents(dout, jnp.asarray(rng.normal(size=residuals.m.shape), jnp.float32))
     want = xla.backward(spec, exact, residuals, cotangents._replace(out=dout.astype(jnp.float32)))
     residuals = residuals._replace(out=residuals.out.astype(operands.q.dtype))
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    got = backward_pass.backward(spec, operands, residuals, cotangents, config=config, interpret=interpret)
+    configs: Any = {"config": config, "queries_config": queries_config}
+    got = backward_pass.backward(spec, operands, residuals, cotangents, **configs, interpret=interpret)
     assert not races_found()
     return got, want
 
@@ -64,8 +68,8 @@ def errors(got: Gradients, want: Gradients) -> dict[str, float]:
     return error
 
 
-def check(spec: AttentionSpec, operands: Operands, config: BackwardConfig) -> None:
-    found = errors(*both(spec, operands, config))
+def check(spec: AttentionSpec, operands: Operands, *configs: Any) -> None:
+    found = errors(*both(spec, operands, *configs))
     assert max(found.values()) < TOLERANCE, found
 
 
@@ -115,6 +119,35 @@ CASES = {
         AttentionSpec(0.07, (CAUSAL,)),
         operands_of(1, 100, 128, 2, 1, (192, 128)),
         dataclasses.replace(SHARED, num_ctas=1),
+    ),
+    "two kernels: causal, grouped heads, a bias of all queries and keys": (
+        AttentionSpec(0.1, (CAUSAL,)),
+        operands_of(1, 200, 192, 2, 1, (64, 128), bias=bias_of(1, 2, 200, 192)),
+        COLUMNS,
+        QUERIES,
+    ),
+    "two kernels: window, dead rows, traced scale, a bias of queries": (
+        AttentionSpec(None, (masks.Band(20, -3),), q_offset=-10),
+        operands_of(
+            2, 200, 160, 1, 1, (24, 72), jnp.float16, scale=jnp.float32(0.1), bias=bias_of(1, 1, 200, 1)
+        ),
+        dataclasses.replace(BY_ROWS, ds_in_registers=False),
+        QueriesConfig(compute_wgs=3, value_stages=1),
+    ),
+    "two kernels: soft cap, dropout, segments, a bias of keys": (
+        AttentionSpec(0.1, (masks.Segments(),), soft_cap=4.0, dropout_rate=0.2),
+        operands_of(
+            1, 128, 128, 2, 1, (64, 64), mask=((DOCUMENTS, DOCUMENTS),), bias=bias_of(1, 1, 1, 128),
+            dropout_key=jnp.array([7, 2**32 - 5], jnp.uint32),
+        ),
+        BY_ROWS,
+        QueriesConfig(block_kv=128),
+    ),
+    "two kernels: shared keys, cut-off keys, a bias that heads share": (
+        AttentionSpec(0.07),
+        operands_of(1, 64, 100, 2, 2, (192, 128), bias=bias_of(1, 1, 64, 100)),
+        SHARED,
+        QueriesConfig(compute_wgs=1, overlap=False),
     ),
 }  # fmt: skip
 

@@ -1,8 +1,9 @@
-"""The backward kernel lowers for CUDA, in every configuration of the table and with every feature, without a GPU."""
+"""The backward kernels lower for CUDA, in every configuration of the tables and with every feature, without a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from pallas_flash import elementwise, masks
 from pallas_flash.kernels import sm90
 from pallas_flash.kernels.sm90 import backward_pass
 from pallas_flash.kernels.sm90.backward_config import BackwardConfig
+from pallas_flash.kernels.sm90.backward_queries_config import QueriesConfig
 from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES
 from pallas_flash.spec import AttentionSpec, Cotangents, Operands, Residuals
 from pallas_flash.tuning import cache
@@ -20,7 +22,9 @@ from tests.test_lowering import operands_of
 
 CAUSAL = masks.Band(None, 0)
 TABLE = cache.entries("sm90_backward")
+QUERIES_TABLE = cache.entries("sm90_backward_queries")
 array = jax.ShapeDtypeStruct
+OWN_KERNEL = "flash_attention_backward_queries_sm90"
 
 
 def arguments(operands: Operands) -> tuple[Operands, Residuals, Cotangents]:
@@ -30,10 +34,10 @@ def arguments(operands: Operands) -> tuple[Operands, Residuals, Cotangents]:
     return operands, Residuals(out, rows, rows), Cotangents(out, rows)
 
 
-def lower(spec: AttentionSpec, operands: Operands, config: BackwardConfig | None = None) -> str:
+def lower(spec: AttentionSpec, operands: Operands, config: BackwardConfig | None = None, **more: Any) -> str:
     operands = operands._replace(mask=operands.mask or ((),) * len(spec.mask))
     leaves, tree = jax.tree.flatten(arguments(operands))
-    backward = sm90.backward if config is None else lambda *args: backward_pass.backward(*args, config=config)
+    backward = sm90.backward if config is None else lambda *args: backward_pass.backward(*args, config=config, **more)
     call = lambda *leaves: backward(spec, *jax.tree.unflatten(tree, leaves))  # noqa: E731
     return jax.jit(call).trace(*leaves).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -49,6 +53,16 @@ def test_every_tuned_config_lowers(entry, dtype):
     assert config.fits(*dims)
     assert config.shared_bytes(config.padded(*dims), 2, slopes=True, maximum=False) <= MAX_SHARED_BYTES
     assert "mosaic_gpu" in lower(spec, operands_of(dims, dtype=dtype), config)
+
+
+@pytest.mark.parametrize("entry", QUERIES_TABLE, ids=lambda e: "-".join(map(str, e["case"].values())))
+def test_every_tuned_config_of_the_kernel_for_dq_lowers(entry):
+    case, config = cache.Case(**entry["case"]), QueriesConfig(**entry["config"])
+    dims = case.head_dim, case.value_head_dim
+    spec = AttentionSpec(0.1, () if case.mask == "full" else (CAUSAL,), deterministic=True)
+    assert config.fits(case.head_dim) and config.shared_bytes(dims, 2) <= MAX_SHARED_BYTES
+    of_keys = backward_pass.tuned_config(spec, operands_of(dims), case.mask)
+    assert OWN_KERNEL in lower(spec, operands_of(dims), of_keys, queries_config=config)
 
 
 def score_mod(function):
@@ -115,18 +129,57 @@ def test_it_lowers_inside(way):
         assert "mosaic_gpu" in jax.jit(call).trace(*leaves).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_what_the_kernel_cannot_do_goes_another_way():
+BIASES = {
+    "of queries and keys": ((2, 8, 1024, 1024), (64, 64)),
+    "of queries and keys, that heads share": ((1, 1, 1024, 1024), (256, 256)),
+    "of queries": ((1, 8, 1024, 1), (128, 128)),
+    "of keys": ((2, 1, 1, 1024), (128, 128)),
+    "of keys, shared keys": ((1, 8, 1, 1024), (192, 128)),
+    "of heads": ((1, 8, 1, 1), (64, 64)),
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_the_gradient_of_a_bias_lowers(bias):
+    shape, dims = BIASES[bias]
+    spec, operands = AttentionSpec(None, (CAUSAL,)), operands_of(dims, bias=array(shape, jnp.float32))
+    operands = operands._replace(scale=array((), jnp.float32))
+    assert backward_pass.obstacle(spec, operands, "causal") is None
+    program = lower(spec, operands)
+    assert OWN_KERNEL in program
+    assert ("8x1024x1024xf32" in program) == (shape == (2, 8, 1024, 1024))  # no temporary larger than the bias
+
+
+def test_what_the_kernels_cannot_do_goes_another_way():
     operands, spec = operands_of((64, 64)), AttentionSpec(0.1)
-    slopes = array((8,), jnp.float32)
+    deterministic = dataclasses.replace(spec, deterministic=True)
+    shared, of_keys = (array((2, 1, n, 1024), jnp.float32) for n in (1024, 1))
     others = [
-        (dataclasses.replace(spec, deterministic=True), operands),
-        (spec, operands._replace(bias=array((1, 1, 1, 1024), jnp.float32))),
-        (dataclasses.replace(spec, score_mod=CAP), operands._replace(score_mod=(slopes,))),
+        (deterministic, operands._replace(bias=shared)),
+        (dataclasses.replace(spec, soft_cap=5.0), operands_of((256, 256), bias=of_keys)),
+        (dataclasses.replace(spec, score_mod=CAP), operands._replace(score_mod=(array((8,), jnp.float32),))),
     ]
-    assert backward_pass.obstacle(spec, operands, "full") is None
+    for possible in ((spec, operands), (deterministic, operands), (deterministic, operands._replace(bias=of_keys))):
+        assert backward_pass.obstacle(*possible, "full") is None
     for other_spec, other_operands in others:
         assert backward_pass.obstacle(other_spec, other_operands, "full")
     assert "mosaic_gpu" not in lower(*others[0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_q": 128},
+        {"block_kv": 96},
+        {"compute_wgs": 4},
+        {"value_stages": 3},
+        {"head_group": 0},
+        {"num_ctas": 0},
+    ],
+)
+def test_a_config_for_dq_names_what_is_wrong(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        QueriesConfig(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Matrix products of one warpgroup on Hopper's tensor cores (wgmma), and their stand-in for Pallas' interpreter.
 
 What the interpreter cannot run stands here, so that under the interpreter the kernels differ in nothing else: besides
-the products, a vote among threads and loads of single elements.
+the products, a vote among threads, loads of single elements and additions in device memory.
 A product runs in the background: `start` issues it, `load` and `wait` wait until at most `pending` are in flight.
 """
 
@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
-from pallas_flash.kernels import barriers, wgmma
+from pallas_flash.kernels import additions, barriers, wgmma
 
 Ref = Any
 
@@ -73,6 +73,11 @@ class TensorCores(Protocol):
         two, one value for each row or column of a tile for one."""
         ...
 
+    def add(self, target: Ref, starts: tuple[Any, ...], value: jax.Array) -> None:
+        """Add a tile, or one value a row of a tile, to float32 in device memory from `starts` on, all of it inside, an
+        even number of columns. The sum of what one warpgroup adds to an element has a fixed order."""
+        ...
+
 
 class Wgmma:
     """The real thing."""
@@ -112,6 +117,9 @@ class Wgmma:
 
     def take(self, source: Ref, spans: tuple[Span, ...]) -> jax.Array:
         return _take(source, spans)
+
+    def add(self, target: Ref, starts: tuple[Any, ...], value: jax.Array) -> None:
+        additions.add(target, starts, value)
 
 
 class Interpreted:
@@ -159,6 +167,10 @@ class Interpreted:
         lines = [jnp.minimum(s.start + jnp.arange(s.size), n - 1) for s, n in zip(spans, source.shape, strict=True)]
         taken = source[...][jnp.ix_(*lines)]
         return taken if spans == _in_order(spans) else taken.T
+
+    def add(self, target: Ref, starts: tuple[Any, ...], value: jax.Array) -> None:
+        part = target.at[tuple(pl.ds(start, size) for start, size in zip(starts, value.shape, strict=True))]
+        part[...] = part[...] + value
 
 
 def _any_of_warp(flags: jax.Array) -> jax.Array:

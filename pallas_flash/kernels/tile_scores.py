@@ -42,6 +42,19 @@ def function_arrays(spec: AttentionSpec, operands: Operands) -> Operands:
     return operands._replace(score_mod=score_mod, mask=tuple(of_part(*part) for part in parts))
 
 
+def score_operands(spec: AttentionSpec, inputs: Any, batch: Any) -> ScoreOperands:
+    """For one batch element. inputs: the references of a kernel, under the names of `spec.Operands`; scale is [1]."""
+    of_batch = lambda part, arrays: tuple(x[batch] for x in arrays) if part.uses_batch else arrays  # noqa: E731
+    key = inputs.dropout_key
+    return ScoreOperands(
+        scale=spec.scale if inputs.scale is None else inputs.scale[0],
+        score_mod=inputs.score_mod,
+        bias=inputs.bias,
+        mask=tuple(map(of_batch, spec.mask, inputs.mask)),
+        dropout_key=None if key is None else (key[0], key[1]),
+    )
+
+
 class TileScores(NamedTuple):
     """Everything that the scores of one tile depend on."""
 
@@ -52,28 +65,31 @@ class TileScores(NamedTuple):
 
     def logits(self, scores: jax.Array) -> jax.Array:
         """soft_cap(score_mod(scale * q.k)) + bias, in natural units, of scores = q.k."""
+        return self.biased(self.unbiased(scores))
+
+    def unbiased(self, scores: jax.Array) -> jax.Array:
         spec, operands = self.spec, self.operands
         scores = scores * operands.scale
         if spec.score_mod is not None:
             scores = self._call(spec.score_mod, operands.score_mod, lambda: scores)
-        if spec.soft_cap is not None:
-            scores = softmax.soft_cap(scores, spec.soft_cap)
-        if operands.bias is None:
-            return scores
-        bias = self._take(operands.bias).astype(jnp.float32)
-        # -inf says "not allowed", whatever stands in q or k there.
-        return jnp.where(bias == -jnp.inf, -jnp.inf, scores + bias)
+        return scores if spec.soft_cap is None else softmax.soft_cap(scores, spec.soft_cap)
 
-    def derivative(self, scores: jax.Array, logits: jax.Array) -> jax.Array:
-        """Of `logits`, which were made from these scores = q.k without a bias, by scale * q.k."""
+    def biased(self, logits: jax.Array) -> jax.Array:
+        if self.operands.bias is None:
+            return logits
+        bias = self._take(self.operands.bias).astype(jnp.float32)
+        # -inf says "not allowed", whatever stands in q or k there.
+        return jnp.where(bias == -jnp.inf, -jnp.inf, logits + bias)
+
+    def derivative(self, scores: jax.Array, unbiased: jax.Array) -> jax.Array:
+        """Of the logits, by scale * q.k; `unbiased` was made from these scores = q.k."""
         spec, operands = self.spec, self.operands
-        assert operands.bias is None
         slope = None
         if spec.score_mod is not None:
             derivative = tile_function.derivative(spec.score_mod)
             slope = self._call(derivative, operands.score_mod, lambda: scores * operands.scale)
         if spec.soft_cap is not None:
-            tanh = logits * (1 / spec.soft_cap)
+            tanh = unbiased * (1 / spec.soft_cap)
             slope = 1 - tanh * tanh if slope is None else slope * (1 - tanh * tanh)
         assert slope is not None, "of scores that are only scaled it is 1"
         return slope
@@ -91,6 +107,21 @@ class TileScores(NamedTuple):
             return weights
         keep = dropout.keep(self.operands.dropout_key, self.index, self.spec.dropout_rate)
         return jnp.where(keep, weights, 0.0)
+
+    def add_bias_gradient(self, total: Ref | None, dlogits: jax.Array) -> None:
+        """Add the gradient of the logits to a sum in device memory: as it is to [1|B, 1|N, T, S], or summed up along
+        its rows to [B, N, T], or to [B, N, S] if the tile is transposed."""
+        if total is None:
+            return
+        index = self.index
+        batch, head = (x if size > 1 else 0 for x, size in zip((index.batch, index.head), total.shape[:2], strict=True))
+        starts = (index.kv_base, index.q_base) if index.transposed else (index.q_base, index.kv_base)
+        target = total.at[batch, head]
+        if len(total.shape) == 4:
+            assert not index.transposed, "only a tile with queries as rows stands in memory as it does in registers"
+            self.tensor_cores.add(target, starts, dlogits)
+        else:
+            self.tensor_cores.add(target, starts[:1], dlogits.sum(axis=1))
 
     def _allowed(self, part: masks.Part, arrays: tuple[Any, ...]) -> jax.Array:
         index = self.index

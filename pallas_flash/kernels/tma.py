@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.lowering import register_lowering_rule
 from jax.core import ShapedArray  # pyright: ignore[reportAttributeAccessIssue]
@@ -36,6 +37,12 @@ class Rows(NamedTuple):
     start: Any
     head: Any
     size: int
+
+
+def padded(array: jax.Array, rows: int, columns: int) -> jax.Array:
+    """[B, T, N, H] with T and H rounded up to multiples of these, by zeros."""
+    missing = (0, -array.shape[1] % rows), (0, 0), (0, -array.shape[3] % columns)
+    return jnp.pad(array, ((0, 0), *missing)) if missing != ((0, 0),) * 3 else array
 
 
 def load(source: Ref, rows: Rows, buffer: Ref, produced: Ref, slot: Any, *, contract_rows: bool = False) -> None:

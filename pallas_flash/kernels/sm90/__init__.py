@@ -1,6 +1,7 @@
 """Hopper (compute capability 9.0): TMA, wgmma, warp-specialised.
 
-The gradients of calls with deterministic=True, a bias, or a score_mod that captures floating arrays are those of `xla`.
+Gradients come from one kernel; from two, bit-equal on repeats, with deterministic=True or a bias; and from `xla` where
+`backward_pass.obstacle` says why: mainly with a score_mod that captures floating arrays.
 
 Every feature of a call is in the kernel and they compose freely. Refused are dtypes other than bfloat16 and float16,
 head dims beyond 256, a `precision` that 16-bit weights cannot give, arrays of 64 bits, and what a `score_mod` or a
@@ -67,13 +68,14 @@ def forward(
 
 
 def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Gradients:
-    """By the kernel; what that cannot compute, as `xla` does."""
+    """By the kernels; what they cannot compute, as `xla` does."""
     kind = mask_class(spec, operands)
     if backward_pass.obstacle(spec, operands, kind) is not None:
         return xla.backward(spec, operands, residuals, cotangents)
     config = backward_pass.tuned_config(spec, operands, kind)
     assert config is not None, "obstacle() names what has no tiles"
-    return backward_pass.backward(spec, operands, residuals, cotangents, config=config)
+    queries = backward_pass.tuned_queries_config(operands, kind) if backward_pass.two_kernels(spec, operands) else None
+    return backward_pass.backward(spec, operands, residuals, cotangents, config=config, queries_config=queries)
 
 
 def _function_obstacle(spec: AttentionSpec) -> str | None:

@@ -33,6 +33,9 @@ def step(worker: Worker, block: Block, undrained: Block | None = None) -> None:
         _make_weights(worker, block)
     else:
         _make_ds(worker, block)
+    if not plan.sums_dq:
+        tile_.add_dk(worker, block, block.at(buffers.ds, 0), _own_columns(worker, shapes.head_dim))
+        return
     chunks = plan.config.dq_chunks(worker.wg, shapes.head_dim)
 
     def dq_products(accs: tuple[Ref, ...]) -> None:

@@ -56,21 +56,27 @@ def run(
     rows: Rows,
     config: BackwardConfig,
     *,
+    sums_dq: bool = True,
+    dbias: Any = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dQ in float32, still without the scale, dK and dV. interpret: `plgpu.InterpretGPUParams`, to interpret it."""
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """dQ in float32, still without the scale (None unless sums_dq), dK and dV.
+
+    dbias: a reference to float32 zeros [B, N, S rounded up], which receives the gradient of a bias [.., 1, S].
+    interpret: `plgpu.InterpretGPUParams`, to interpret it.
+    """
     shapes = operands.shapes
     head_dim, value_head_dim = config.padded(shapes.head_dim, shapes.value_head_dim)
     q, k = padded(operands.q, head_dim), padded(operands.k, head_dim)
     v, dout = padded(operands.v, value_head_dim), padded(dout, value_head_dim)
     tensor_cores = matmul.Wgmma() if interpret is None else matmul.Interpreted()
     held = shapes._replace(q_len=q.shape[1], head_dim=head_dim, value_head_dim=value_head_dim)
-    plan = Plan(spec, held, q.dtype, config, tensor_cores, interpret is not None, rows.m is not None)
+    plan = Plan(spec, held, q.dtype, config, tensor_cores, interpret is not None, rows.m is not None, sums_dq)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     read = tile_scores.function_arrays(spec, operands)
     more = (read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key)
-    dq_ref = jax.new_ref(jnp.zeros((plan.dq_slices * q.shape[0], *q.shape[1:]), jnp.float32))
+    dq_ref = jax.new_ref(jnp.zeros((plan.dq_slices * q.shape[0], *q.shape[1:]), jnp.float32)) if sums_dq else None
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=(Outputs(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v))),),
@@ -84,13 +90,14 @@ def run(
         interpret=interpret,
         kernel_name="flash_attention_backward_sm90",
     )
-    ((dk, dv),) = kernel(Inputs(work, q, k, v, dout, rows, scale, *more, dq_ref))
-    dq = jax.freeze(dq_ref)
-    if plan.dq_slices > 1:
-        dq = dq.reshape(plan.dq_slices, *q.shape).sum(0)
+    ((dk, dv),) = kernel(Inputs(work, q, k, v, dout, rows, scale, *more, dq_ref, dbias))
+    dq = None
+    if dq_ref is not None:
+        dq = jax.freeze(dq_ref).reshape(plan.dq_slices, *q.shape)
+        dq = (dq.sum(0) if plan.dq_slices > 1 else dq[0])[:, : shapes.q_len, :, : shapes.head_dim]
     keys = slice(shapes.kv_len)
     return (
-        dq[:, : shapes.q_len, :, : shapes.head_dim],
+        dq,
         dk[:, keys, :, : shapes.head_dim],
         dv[:, keys, :, : shapes.value_head_dim],
     )

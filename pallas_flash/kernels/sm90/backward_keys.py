@@ -29,7 +29,13 @@ def step(worker: Worker, block: Block, undrained: Block | None = None) -> None:
     plan, refs, wg = worker.plan, worker.refs, worker.wg
     tensor_cores, (_, _, buffers, barriers) = plan.tensor_cores, refs
     ds = _make_ds(worker, block, undrained)
-    block.at(buffers.ds, block.parity, _own_keys(wg))[...] = ds
+    own_ds = block.at(buffers.ds, block.parity, _own_keys(wg))
+    if plan.sums_dq or not plan.config.ds_in_registers:
+        own_ds[...] = ds
+    if not plan.sums_dq:
+        plgpu.commit_smem()
+        tile_.add_dk(worker, block, ds if plan.config.ds_in_registers else own_ds)
+        return
     tile_.meet(refs)
     (chunk,) = plan.config.dq_chunks(wg, plan.shapes.head_dim)
     row, column, columns = chunk

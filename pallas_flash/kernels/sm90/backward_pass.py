@@ -1,37 +1,50 @@
-"""The Hopper backward pass: which calls its kernel takes, with which tiles, and what stands around the kernel.
+"""The Hopper backward pass: which calls its kernels take, with which tiles, and what stands around the kernels.
 
 Importing this module does not import Pallas.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_flash.kernels import tile_function
+from pallas_flash.kernels.sm90 import backward_bias
 from pallas_flash.kernels.sm90.backward_config import BackwardConfig
-from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES
+from pallas_flash.kernels.sm90.backward_queries_config import QueriesConfig
+from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, padded_head_dims
 from pallas_flash.spec import LOG2E, AttentionSpec, Cotangents, Gradients, Operands, Residuals
 from pallas_flash.tuning import cache
 
 
 def obstacle(spec: AttentionSpec, operands: Operands, mask_class: str) -> str | None:
-    """Why the kernel cannot compute the gradients of a call that the forward kernel takes, in words; None if it can."""
-    if spec.deterministic:
-        return "deterministic=True: the order in which it sums dQ is not fixed"
-    if operands.bias is not None:
-        return "a bias: it does not compute its gradient"
+    """Why no kernel here computes the gradients of a call that the forward kernel takes, in words; None if one does."""
+    if spec.deterministic and operands.bias is not None and backward_bias.adds_up_heads(operands.bias, operands.shapes):
+        return "deterministic=True and a bias that heads or batch elements share: the order of its sums is not fixed"
     if any(jnp.issubdtype(array.dtype, jnp.floating) for array in operands.score_mod):
         return "floating arrays that score_mod captures: it does not compute their gradients"
     if spec.score_mod is not None:
         problem = tile_function.derivative_obstacle(spec.score_mod)
         if problem is not None:
             return f"the derivative of score_mod uses {problem}, which it cannot compute"
-    if tuned_config(spec, operands, mask_class) is None:
+    config = tuned_config(spec, operands, mask_class)
+    has_tiles = not two_kernels(spec, operands) or tuned_queries_config(operands, mask_class) is not None
+    if config is None or not has_tiles:
         return f"no tiles for head dims {operands.shapes.head_dim} and {operands.shapes.value_head_dim}"
+    bends = spec.soft_cap is not None or spec.score_mod is not None
+    of_keys = operands.bias is not None and backward_bias.sums_over(operands.bias) == "queries"
+    if of_keys and bends and config.shares_keys:
+        return "head dims beyond 128, a bias [.., 1, S] and a soft cap or score_mod: no warpgroup has that gradient"
     return None
+
+
+def two_kernels(spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether dQ must come from a kernel of its own: that sums in a fixed order, and meets the rows of a bias whole."""
+    return spec.deterministic or operands.bias is not None
 
 
 def tuned_config(spec: AttentionSpec, operands: Operands, mask_class: str) -> BackwardConfig | None:
@@ -47,6 +60,16 @@ def tuned_config(spec: AttentionSpec, operands: Operands, mask_class: str) -> Ba
     return None
 
 
+def tuned_queries_config(operands: Operands, mask_class: str) -> QueriesConfig | None:
+    """Likewise for the kernel for dQ alone."""
+    shapes = operands.shapes
+    dims = padded_head_dims(shapes)
+    case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, mask_class)
+    configs = (QueriesConfig(**entry) for entry in cache.nearest("sm90_backward_queries", case))
+    fits = lambda x: x.fits(dims[0]) and x.shared_bytes(dims, operands.q.dtype.itemsize) <= MAX_SHARED_BYTES  # noqa: E731
+    return next(filter(fits, configs), None)
+
+
 def any_logits(spec: AttentionSpec, operands: Operands) -> bool:
     """Whether a bias or a score_mod may make logits as large as float32 goes."""
     return spec.score_mod is not None or operands.bias is not None
@@ -59,26 +82,68 @@ def backward(
     cotangents: Cotangents,
     *,
     config: BackwardConfig,
+    queries_config: QueriesConfig | None = None,
     interpret: Any = None,
 ) -> Gradients:
-    """interpret: `plgpu.InterpretGPUParams`, to run on a CPU, interpreted."""
-    from pallas_flash.kernels.sm90 import backward_kernel  # Pallas loads when it is needed
-    from pallas_flash.kernels.sm90.backward_plan import Rows
+    """queries_config: tiles of a kernel for dQ alone; None: one kernel makes everything. interpret:
+    `plgpu.InterpretGPUParams`, to run on a CPU, interpreted."""
+    from pallas_flash.kernels.sm90.backward_plan import Rows  # Pallas loads when it is needed
 
-    block_q = config.block_q
-    lse_log2, delta, m = prepare_rows(residuals, cotangents, block_q, natural=any_logits(spec, operands))
-    rows = Rows(lse_log2, delta, m)
-    dq, dk, dv = backward_kernel.run(spec, operands, cotangents.out, rows, config, interpret=interpret)
+    block_q = config.block_q if queries_config is None else math.lcm(config.block_q, queries_config.tile_q)
+    rows = Rows(*prepare_rows(residuals, cotangents, block_q, natural=any_logits(spec, operands)))
+    call = spec, operands, cotangents.out, rows, interpret
+    gradients = _one_kernel(config, *call) if queries_config is None else _two_kernels((config, queries_config), *call)
+    if operands.sinks is not None:  # one more logit whose value vector is 0: d sink = p_sink * (0 - delta)
+        lse_log2, delta, m = rows
+        sinks = operands.sinks.astype(jnp.float32)[:, None]
+        p_sink = jnp.exp2((sinks if m is None else sinks - m) * LOG2E - lse_log2)
+        dsinks = -jnp.sum(p_sink * delta, axis=(0, 2)).astype(operands.sinks.dtype)
+        gradients = gradients._replace(sinks=dsinks)
+    return gradients
+
+
+def _one_kernel(
+    config: BackwardConfig, spec: AttentionSpec, operands: Operands, dout: jax.Array, rows: Any, interpret: Any
+) -> Gradients:
+    from pallas_flash.kernels.sm90 import backward_kernel
+
+    dq, dk, dv = backward_kernel.run(spec, operands, dout, rows, config, interpret=interpret)
+    assert dq is not None
     scale, dscale = spec.scale, None
     if operands.scale is not None:  # its gradient is the sum of ds * s over all pairs, with s = q.k
         scale = operands.scale.astype(jnp.float32)
         dscale = jnp.sum(operands.q.astype(jnp.float32) * dq).astype(operands.scale.dtype)
-    dsinks = None
-    if operands.sinks is not None:  # one more logit whose value vector is 0: d sink = p_sink * (0 - delta)
-        sinks = operands.sinks.astype(jnp.float32)[:, None]
-        p_sink = jnp.exp2((sinks if m is None else sinks - m) * LOG2E - lse_log2)
-        dsinks = -jnp.sum(p_sink * delta, axis=(0, 2)).astype(operands.sinks.dtype)
-    return Gradients(q=(dq * scale).astype(operands.q.dtype), k=dk, v=dv, sinks=dsinks, scale=dscale)
+    return Gradients(q=(dq * scale).astype(operands.q.dtype), k=dk, v=dv, scale=dscale)
+
+
+def _two_kernels(
+    configs: tuple[BackwardConfig, QueriesConfig],
+    spec: AttentionSpec,
+    operands: Operands,
+    dout: jax.Array,
+    rows: Any,
+    interpret: Any,
+) -> Gradients:
+    """dQ by one kernel, dK and dV by another; the gradient of a bias by that whose tiles have the rows it needs."""
+    from pallas_flash.kernels.sm90 import backward_kernel, backward_queries
+
+    config, queries_config = configs
+    bias, shapes, total, of_keys = operands.bias, operands.shapes, None, False
+    if bias is not None:
+        of_keys = backward_bias.sums_over(bias) == "queries"
+        blocks = queries_config.tile_q, math.lcm(config.block_kv, queries_config.block_kv)
+        total = jax.new_ref(backward_bias.zeros(bias, shapes, blocks, interpreted=interpret is not None))
+    dq, dscale = backward_queries.run(
+        spec, operands, dout, rows, queries_config, dbias=None if of_keys else total, interpret=interpret
+    )
+    config = dataclasses.replace(config, unroll=1)  # for more, registers do not suffice without dQ's waits
+    _, dk, dv = backward_kernel.run(
+        spec, operands, dout, rows, config, sums_dq=False, dbias=total if of_keys else None, interpret=interpret
+    )
+    dbias = None if total is None or bias is None else backward_bias.gradient(jax.freeze(total), bias, shapes)
+    if operands.scale is not None and dscale is not None:
+        dscale = dscale.astype(operands.scale.dtype)
+    return Gradients(q=dq, k=dk, v=dv, bias=dbias, scale=dscale)
 
 
 def prepare_rows(

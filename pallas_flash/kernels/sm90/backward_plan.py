@@ -43,7 +43,10 @@ class Inputs(NamedTuple):
     bias: Ref | None
     mask: tuple[tuple[Ref, ...], ...]
     dropout_key: Ref | None
-    dq: Ref  # float32 [B, T, N, H], zero at first: the only one that is written
+    dq: (
+        Ref | None
+    )  # float32 [B, T, N, H], zero at first: one of the two that are written; None: another kernel makes it
+    dbias: Ref | None  # float32 [B, N, S rounded up], zero at first: the other, the sums over queries
 
 
 class Outputs(NamedTuple):
@@ -58,7 +61,7 @@ class Buffers(NamedTuple):
     dout: Ref  # [dout_stages, block_q, Hv]
     rows: Rows  # [stages, block_q]
     ds: Ref  # [2 or 1, block_kv, block_q]
-    dq: Ref  # [warpgroups, rows, columns], float32
+    dq: Ref | None  # [warpgroups, rows, columns], float32
     p: Ref | None  # [2, block_kv, block_q], where the warpgroups share the keys
     slopes: Ref | None  # likewise [block_kv, block_q], P before dropout times the derivative of the logits
     accumulators: Accumulators
@@ -145,6 +148,7 @@ class Plan:
     tensor_cores: matmul.TensorCores
     interpreted: bool
     any_logits: bool  # a bias or a score_mod may make them as large as float32 goes
+    sums_dq: bool = True
 
     @property
     def some_masked(self) -> bool:
@@ -197,7 +201,7 @@ def buffers(plan: Plan) -> Buffers:
             memory.rows((config.num_stages, block_q)) if plan.any_logits else None,
         ),
         ds=tiles(1 if config.shares_keys else 2, shapes.head_dim),
-        dq=memory.matrix((COMPUTE_WGS, BLOCK, columns), jnp.float32),
+        dq=memory.matrix((COMPUTE_WGS, BLOCK, columns), jnp.float32) if plan.sums_dq else None,
         p=tiles(2, shapes.value_head_dim) if config.shares_keys else None,
         slopes=matrix((block_kv, block_q)) if plan.slopes else None,
         accumulators=Accumulators(

@@ -5,7 +5,7 @@ Tiles have keys as rows: what belongs to a query is one value a column.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +70,9 @@ def weights(worker: Worker, block: Block, tile: TileScores, scores: jax.Array) -
     if plan.scaled_only:
         logits, to_log2 = scores * (tile.operands.scale * LOG2E), 1.0
     else:
-        logits, to_log2 = tile.logits(scores), LOG2E
+        logits, to_log2 = tile.unbiased(scores), LOG2E
         derivative = tile.derivative(scores, logits) if plan.derivative else None
+        logits = tile.biased(logits)
     if block.masked:
         logits = tile.masked(logits, plan.kv_len_if_cut)
     if rows.m is not None:
@@ -89,6 +90,7 @@ def dlogits(worker: Worker, block: Block, tile: TileScores, p: jax.Array, dp: ja
     ds = p * (dp - columns_like(delta, p))
     if block.masked or worker.plan.any_logits:  # where v or dout holds NaN or Inf, dP does
         ds = jnp.where(p == 0, 0.0, ds)
+    tile.add_bias_gradient(worker.refs.inputs.dbias, ds)
     return ds
 
 
@@ -109,3 +111,14 @@ def add_dq(worker: Worker, block: Block, chunk: tuple[int, int, int], dq: jax.Ar
     plgpu.commit_smem()
     target = refs.inputs.dq.at[batch, pl.ds(block.q_base + row, BLOCK), block.head, pl.ds(column, columns)]
     memory.add_matrix(staged, target, interpreted=plan.interpreted)
+
+
+def add_dk(worker: Worker, block: Block, ds: Any, columns: Any = slice(None)) -> None:
+    """dK += dS^T Q where there is no dQ to add up: the end of a step, while dV's product is in flight."""
+    tensor_cores, (_, _, buffers, barriers) = worker.plan.tensor_cores, worker.refs
+    tensor_cores.start(worker.dk, ds, block.at(buffers.q, block.q_slot, slice(None), columns))
+    tensor_cores.wait(1)
+    plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
+    if block.drain:
+        tensor_cores.wait(0)
+        plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])

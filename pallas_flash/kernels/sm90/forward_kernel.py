@@ -29,15 +29,8 @@ from pallas_flash.kernels.sm90.config import COLUMNS, ROW_UNIT, ROWS, ForwardCon
 from pallas_flash.kernels.sm90.plan import Barriers, Buffers, Inputs, Plan, Ref, State, Work, Worker
 from pallas_flash.kernels.sm90.schedule import WorkItem
 from pallas_flash.kernels.tile_mask import TileIndex
-from pallas_flash.kernels.tile_scores import ScoreOperands, TileScores
+from pallas_flash.kernels.tile_scores import TileScores
 from pallas_flash.spec import AttentionSpec, Forward, Operands, Residuals
-
-
-def _padded(array: jax.Array, rows: int, columns: int) -> jax.Array:
-    """With the number of rows and columns rounded up to multiples of these."""
-    _, length, _, width = array.shape
-    missing = (0, round_up(length, rows) - length), (0, 0), (0, round_up(width, columns) - width)
-    return jnp.pad(array, ((0, 0), *missing)) if missing != ((0, 0),) * 3 else array
 
 
 def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, interpret: Any = None) -> Forward:
@@ -45,7 +38,7 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
     shapes = operands.shapes
     # TMA wants rows of 16 bytes; the interpreter knows nothing of how it clips.
     units = (1, ROW_UNIT) if interpret is None else (ROWS, COLUMNS)
-    q, k, v = (_padded(x, *units) for x in (operands.q, operands.k, operands.v))
+    q, k, v = (tma.padded(x, *units) for x in (operands.q, operands.k, operands.v))
     tensor_cores = matmul.Wgmma() if interpret is None else matmul.Interpreted()
     head_dim, value_head_dim = padded_head_dims(shapes)
     held = shapes._replace(q_len=round_up(shapes.q_len, ROWS), head_dim=head_dim, value_head_dim=value_head_dim)
@@ -131,8 +124,6 @@ def _at(buffer: Ref | None, wg: jax.Array) -> Ref | None:
 
 def _work(plan: Plan, inputs: Inputs, wg: jax.Array, item: WorkItem, count: jax.Array) -> Work:
     config, spec = plan.config, plan.spec
-    of_batch = lambda part, arrays: tuple(x[item.batch] for x in arrays) if part.uses_batch else arrays  # noqa: E731
-    key = inputs.dropout_key
     return Work(
         wg=wg,
         item=item,
@@ -140,13 +131,7 @@ def _work(plan: Plan, inputs: Inputs, wg: jax.Array, item: WorkItem, count: jax.
         count=count,
         sink=None if inputs.sinks is None else inputs.sinks[item.head],
         q_offset=spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch],
-        scores=ScoreOperands(
-            scale=spec.scale if inputs.scale is None else inputs.scale[0],
-            score_mod=inputs.score_mod,
-            bias=inputs.bias,
-            mask=tuple(map(of_batch, spec.mask, inputs.mask)),
-            dropout_key=None if key is None else (key[0], key[1]),
-        ),
+        scores=tile_scores.score_operands(spec, inputs, item.batch),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,23 @@ import numpy as np
 from jax import lax
 
 from pallas_flash import tile_ranges
-from pallas_flash.kernels.sm90.config import ForwardConfig
 from pallas_flash.masks import Segments
 from pallas_flash.spec import AttentionSpec, Operands, Shapes
 
 TILE_OVERHEAD = 1.0  # what a query tile costs besides its key blocks, in key blocks: fill, drain and store
+
+
+class Tiles(Protocol):
+    """What a kernel's configuration says of its tiles; it must be hashable."""
+
+    @property
+    def tile_q(self) -> int: ...
+    @property
+    def block_kv(self) -> int: ...
+    @property
+    def head_group(self) -> int: ...
+    @property
+    def num_ctas(self) -> int: ...
 
 
 class WorkItem(NamedTuple):
@@ -46,7 +58,7 @@ class Order(NamedTuple):
     counts: np.ndarray
 
 
-def work_items(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -> Any:
+def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
     """int32 [CTAs, most items of a CTA, 8]: a constant where the mask's ranges are known without data."""
     shapes = operands.shapes
     dynamic = spec.q_offset is None or any(part.uses_batch or isinstance(part, Segments) for part in spec.mask)
@@ -73,7 +85,7 @@ def work_items(spec: AttentionSpec, operands: Operands, config: ForwardConfig) -
 
 
 @functools.lru_cache(maxsize=64)
-def _assigned(spec: AttentionSpec, shapes: Shapes, config: ForwardConfig) -> Order:
+def _assigned(spec: AttentionSpec, shapes: Shapes, config: Tiles) -> Order:
     """Where costs are known: each tile to the CTA with the least to do so far."""
     ranges = tile_ranges.static_ranges(spec, shapes, config.tile_q, config.block_kv)
     costs = np.maximum(ranges.end - ranges.start, 1) + TILE_OVERHEAD
@@ -95,7 +107,7 @@ def _assigned(spec: AttentionSpec, shapes: Shapes, config: ForwardConfig) -> Ord
     return Order(ids // (shapes.num_q_heads * tiles), ids // tiles % shapes.num_q_heads, ids % tiles, counts)
 
 
-def _dealt(ranges: tile_ranges.TileRanges, shapes: Shapes, config: ForwardConfig) -> Order:
+def _dealt(ranges: tile_ranges.TileRanges, shapes: Shapes, config: Tiles) -> Order:
     """Where costs depend on data: the tiles of all batch elements are sorted by cost on the device, and dealt out to
     the CTAs as `_deal` says."""
     tiles = ranges.start.shape[1]
@@ -106,7 +118,7 @@ def _dealt(ranges: tile_ranges.TileRanges, shapes: Shapes, config: ForwardConfig
 
 
 @functools.lru_cache(maxsize=64)
-def _deal(ranks: int, heads: int, config: ForwardConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _deal(ranks: int, heads: int, config: Tiles) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The rank by cost and the head of each item of each CTA, and how many it has. One group of heads after the other,
     in rounds over the CTAs there and back again: who gets the dearest item of one gets the cheapest of the next."""
     ctas = min(config.num_ctas, ranks * heads)
