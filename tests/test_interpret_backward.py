@@ -25,7 +25,7 @@ from tests.test_interpret import bias_of, failure, operands_of, races_found, sco
 
 ROOT = Path(__file__).parent.parent
 CAUSAL = masks.Band(None, 0)
-COLUMNS = BackwardConfig(unroll=2)
+COLUMNS = BackwardConfig()
 BY_ROWS = BackwardConfig(block_q=128)
 SHARED = BackwardConfig(block_kv=64, dout_stages=1)
 QUERIES = QueriesConfig(num_ctas=2, head_group=2)
@@ -82,7 +82,7 @@ CASES = {
     "soft cap, sinks, float16, persistent, cut-off keys and queries": (
         AttentionSpec(0.125, soft_cap=3.0),
         operands_of(1, 133, 200, 2, 2, (64, 64), jnp.float16, sinks=jnp.array([0.5, -jnp.inf])),
-        dataclasses.replace(BY_ROWS, num_ctas=2, head_group=2, ds_in_registers=False),
+        dataclasses.replace(BY_ROWS, num_ctas=2, head_group=2),
     ),
     "window, dead rows, head dims": (
         AttentionSpec(0.125, (masks.Band(20, -3),), q_offset=-10),
@@ -131,7 +131,7 @@ CASES = {
         operands_of(
             2, 200, 160, 1, 1, (24, 72), jnp.float16, scale=jnp.float32(0.1), bias=bias_of(1, 1, 200, 1)
         ),
-        dataclasses.replace(BY_ROWS, ds_in_registers=False),
+        dataclasses.replace(BY_ROWS),
         QueriesConfig(compute_wgs=3, value_stages=1),
     ),
     "two kernels: soft cap, dropout, segments, a bias of keys": (

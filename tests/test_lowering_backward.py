@@ -190,8 +190,6 @@ def test_a_config_for_dq_names_what_is_wrong(wrong):
         {"block_q": 128, "block_kv": 64},
         {"num_stages": 3},
         {"dout_stages": 3},
-        {"unroll": 2, "block_kv": 64},
-        {"unroll": 2, "ds_in_registers": False},
         {"head_group": 0},
         {"num_ctas": 0},
     ],

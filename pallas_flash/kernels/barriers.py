@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import llvm, nvvm
 
 Ref = Any
 
@@ -75,23 +75,62 @@ class NamedTurns:
         pl.when(wg == self.wgs - 1)(lambda: self.pass_on(wg))
 
     def wait(self, wg: Any) -> None:
-        _named_barrier("sync", wg)
+        _named_barrier("sync", FIRST_TURN_BARRIER + wg, TURN_WGS)
 
     def pass_on(self, wg: Any) -> None:
-        _named_barrier("arrive", lax.rem(wg + 1, jnp.int32(self.wgs)))
+        _named_barrier("arrive", FIRST_TURN_BARRIER + lax.rem(wg + 1, jnp.int32(self.wgs)), TURN_WGS)
 
     def close(self, wg: Any) -> None:
         pl.when(wg == 0)(lambda: self.wait(wg))
 
 
-FIRST_NAMED_BARRIER = 8  # of 16; Mosaic takes them from 0 on, one a warpgroup
-TURN_THREADS = 256  # the warpgroup that waits and the one that passes the turn on
+TURN_WGS = 2  # the one that waits and the one that passes the turn on
 
 
-def _named_barrier(operation: str, wg: Any) -> None:
+class Meeting(NamedTuple):
+    """Warpgroups wait for each other; then each sees what the others wrote to shared memory, and so do the tensor
+    cores and TMA."""
+
+    barrier: Ref
+
+    def hold(self) -> None:
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.barrier)
+        plgpu.barrier_wait(self.barrier)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NamedMeeting:
+    """The same by a named barrier, which also does what `commit_smem` needs two barriers of each warpgroup for: 2 to
+    5 % of the backward pass."""
+
+    wgs: int
+
+    def hold(self) -> None:
+        _fence()
+        _named_barrier("sync", MEETING_BARRIER, self.wgs)
+
+
+# Of 16; Mosaic takes them from 0 on, one a warpgroup.
+MEETING_BARRIER = 7
+FIRST_TURN_BARRIER = 8
+WARPGROUP = 128  # threads
+
+
+def _named_barrier(operation: str, barrier: Any, wgs: int) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
     def emit(_: Any, barrier: Any) -> None:
-        text = f"bar.{operation} $0, {TURN_THREADS};"
+        text = f"bar.{operation} $0, {wgs * WARPGROUP};"
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [barrier.registers.item()], text, "r", has_side_effects=True)
 
-    emit(wg + FIRST_NAMED_BARRIER)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
+    emit(jnp.int32(barrier))  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
+
+
+@plgpu.inline_mgpu()
+def _fence_of_context(_: Any) -> None:
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+
+def _fence() -> None:
+    _fence_of_context()  # pyright: ignore[reportCallIssue]

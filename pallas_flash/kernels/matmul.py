@@ -38,6 +38,10 @@ class TensorCores(Protocol):
     def turns(self, wgs: int) -> Any:
         """What the kernel must allocate for so many warpgroups to take turns: `barriers.Turns` or its like."""
 
+    def meeting(self, wgs: int) -> Any:
+        """What the kernel must allocate for so many warpgroups to wait for each other: `barriers.Meeting` or its
+        like."""
+
     def scratch(self, shape: tuple[int, ...]) -> Any:
         """What the kernel must allocate for accumulators of this shape, one a warpgroup; None: nothing."""
 
@@ -85,6 +89,9 @@ class Wgmma:
     def turns(self, wgs: int) -> barriers.NamedTurns:
         return barriers.NamedTurns(wgs)
 
+    def meeting(self, wgs: int) -> barriers.NamedMeeting:
+        return barriers.NamedMeeting(wgs)
+
     def scratch(self, shape: tuple[int, ...]) -> None:
         return None
 
@@ -127,6 +134,9 @@ class Interpreted:
 
     def turns(self, wgs: int) -> barriers.Turns:
         return barriers.Turns(plgpu.Barrier(num_barriers=wgs))
+
+    def meeting(self, wgs: int) -> barriers.Meeting:
+        return barriers.Meeting(plgpu.Barrier(num_arrivals=wgs))
 
     def scratch(self, shape: tuple[int, ...]) -> Any:
         return plgpu.SMEM(shape, jnp.float32)

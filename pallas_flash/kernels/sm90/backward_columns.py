@@ -24,9 +24,8 @@ def _own_columns(worker: Worker, columns: int) -> Any:
     return pl.ds(worker.wg * own, own)
 
 
-def step(worker: Worker, block: Block, undrained: Block | None = None) -> None:
+def step(worker: Worker, block: Block) -> None:
     """One block of queries."""
-    assert undrained is None and block.drain
     plan, (_, _, buffers, barriers) = worker.plan, worker.refs
     tensor_cores, shapes = plan.tensor_cores, plan.shapes
     if worker.wg == 0:
@@ -105,7 +104,6 @@ def _make_ds(worker: Worker, block: Block) -> None:
     tensor_cores.start(worker.dv, buffers.p.at[block.parity], own_dout)
     source = buffers.p.at[block.parity] if buffers.slopes is None else buffers.slopes
     p = plgpu.load(source, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    plgpu.barrier_wait(barriers.delta_produced.at[block.dout_slot])
     delta = tile_.load_columns(buffers.rows.delta.at[block.dout_slot])
     buffers.ds[0] = tile_.dlogits(worker, block, tile, p, dp, delta).astype(plan.dtype)
     plgpu.barrier_wait(barriers.q.produced.at[block.q_slot])

@@ -22,10 +22,6 @@ class BackwardConfig:
     block_kv: int = 128
     num_stages: int = 2  # buffers for blocks of queries
     dout_stages: int = 2  # and for their output's cotangents
-    unroll: int = 1  # unmasked blocks a loop's body: with 2 the tensor cores do not run dry between them
-    ds_in_registers: bool = (
-        True  # for dK; else it takes dS from shared memory, and dV's product starts before dS is made
-    )
     head_group: int = 1  # heads whose tiles are worked on together, those with the most queries first
     num_ctas: int | None = None  # persistent CTAs; None: one for each work item
 
@@ -39,12 +35,6 @@ class BackwardConfig:
         for name, stages in (("num_stages", self.num_stages), ("dout_stages", self.dout_stages)):
             if stages not in (1, 2):
                 raise ValueError(f"{name}={stages} must be 1 or 2")
-        may_unroll = self.block_q == 64 and self.block_kv == 128 and self.ds_in_registers and self.num_stages == 2
-        if self.unroll != 1 and not (self.unroll == 2 and may_unroll):
-            raise ValueError(
-                f"{self.unroll=} must be 1; or 2 with block_q=64, block_kv=128, ds_in_registers and two stages: "
-                "with others registers run out"
-            )
         if self.head_group < 1:
             raise ValueError(f"{self.head_group=} must be at least 1")
         if self.num_ctas is not None and self.num_ctas < 1:

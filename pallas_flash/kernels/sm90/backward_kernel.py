@@ -175,7 +175,7 @@ def _copy_warpgroup(plan: Plan, refs: Refs) -> None:
     rows, rows_smem = inputs.rows, buffers.rows
     to_q, to_dout = barriers.q.produced, barriers.dout.produced
     with_q = (inputs.q, buffers.q, to_q), (rows.lse_log2, rows_smem.lse_log2, to_q), (rows.m, rows_smem.m, to_q)
-    with_dout = (inputs.dout, buffers.dout, to_dout), (rows.delta, rows_smem.delta, barriers.delta_produced)
+    with_dout = (inputs.dout, buffers.dout, to_dout), (rows.delta, rows_smem.delta, to_dout)
 
     def copy_item(item: WorkItem) -> None:
         keys = pl.ds(item.ki * config.block_kv, config.block_kv)
@@ -275,32 +275,15 @@ def _walk(worker: Worker) -> tuple[jax.Array, jax.Array]:
                 step(block(_query_block(item, i), _parity(i - _masked_steps(item)), masked=True))
 
         # The loops' index is the block: registers are short.
-        if plan.config.unroll == 1:
-
-            @pl.loop(item.full_start, item.full_end)
-            def _unmasked(i: jax.Array) -> None:
-                step(block(i, _parity(i - item.full_start)))
-
-            return
-        last = item.full_end - _parity(item.full_end - item.full_start)
-
-        @pl.loop(item.full_start, last, step=2)
-        def _pair(i: jax.Array) -> None:
-            first = block(i, 0, drain=False)
-            step(first)
-            step(block(i + 1, 1), first)
-
-        @pl.loop(last, item.full_end)
-        def _last(i: jax.Array) -> None:
-            step(block(i, 0))
+        @pl.loop(item.full_start, item.full_end)
+        def _unmasked(i: jax.Array) -> None:
+            step(block(i, _parity(i - item.full_start)))
 
     _for_each_head(plan, item, walk_head)
     return plan.tensor_cores.load(worker.dk, pending=0), plan.tensor_cores.load(worker.dv, pending=0)
 
 
-def _block(
-    plan: Plan, head: jax.Array, qi: jax.Array, parity: Any, *, masked: bool = False, drain: bool = True
-) -> Block:
+def _block(plan: Plan, head: jax.Array, qi: jax.Array, parity: Any, *, masked: bool = False) -> Block:
     return Block(
         head=head,
         q_base=qi * plan.config.block_q,
@@ -309,5 +292,4 @@ def _block(
         dout_slot=parity if plan.config.dout_stages == 2 else 0,
         zero=lax.shift_right_logical(qi, jnp.int32(31)),
         masked=masked,
-        drain=drain,
     )

@@ -17,25 +17,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.kernels.sm90 import backward_tile as tile_
 from pallas_flash.kernels.sm90.backward_config import BLOCK
 from pallas_flash.kernels.sm90.backward_plan import Block, Ref, Worker
-from pallas_flash.kernels.tile_scores import TileScores
 
 
 def _own_keys(wg: int) -> Any:
     return pl.ds(wg * BLOCK, BLOCK)
 
 
-def step(worker: Worker, block: Block, undrained: Block | None = None) -> None:
-    """One block of queries. The last product of `undrained`, the block before, is still in flight."""
+def step(worker: Worker, block: Block) -> None:
+    """One block of queries."""
     plan, refs, wg = worker.plan, worker.refs, worker.wg
     tensor_cores, (_, _, buffers, barriers) = plan.tensor_cores, refs
-    ds = _make_ds(worker, block, undrained)
-    own_ds = block.at(buffers.ds, block.parity, _own_keys(wg))
-    if plan.sums_dq or not plan.config.ds_in_registers:
-        own_ds[...] = ds
+    p, ds = _weights(worker, block)
+    tensor_cores.start(worker.dv, p, block.at(buffers.dout, block.dout_slot))
     if not plan.sums_dq:
-        plgpu.commit_smem()
-        tile_.add_dk(worker, block, ds if plan.config.ds_in_registers else own_ds)
+        tile_.add_dk(worker, block, ds)
         return
+    block.at(buffers.ds, block.parity, _own_keys(wg))[...] = ds
     tile_.meet(refs)
     (chunk,) = plan.config.dq_chunks(wg, plan.shapes.head_dim)
     row, column, columns = chunk
@@ -43,20 +40,18 @@ def step(worker: Worker, block: Block, undrained: Block | None = None) -> None:
     def dq_product(acc: Ref) -> jax.Array:
         own_ds = block.at(buffers.ds, block.parity, slice(None), pl.ds(row, BLOCK)).transpose((1, 0))
         tensor_cores.start(acc, own_ds, block.at(buffers.k, 0, slice(None), pl.ds(column, columns)))
-        dk_ds = ds if plan.config.ds_in_registers else block.at(buffers.ds, block.parity, _own_keys(wg))
-        tensor_cores.start(worker.dk, dk_ds, block.at(buffers.q, block.q_slot))
+        tensor_cores.start(worker.dk, ds, block.at(buffers.q, block.q_slot))
         return tensor_cores.load(acc, pending=1)
 
     dq = tensor_cores.accumulator(dq_product, (BLOCK, columns), worker.accumulators.dq[0])
     plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
     tile_.add_dq(worker, block, chunk, dq)
-    if block.drain:
-        tensor_cores.wait(0)
-        plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
+    tensor_cores.wait(0)
+    plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
 
 
-def _make_ds(worker: Worker, block: Block, undrained: Block | None) -> jax.Array:
-    """dS^T, 16-bit: the gradient of scale * q.k, as the scale comes at the end. dV += P^T dO is on its way."""
+def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
+    """P^T as dropout leaves it and dS^T, 16-bit. dS is the gradient of scale * q.k: the scale comes at the end."""
     plan, (_, _, buffers, barriers), own = worker.plan, worker.refs, _own_keys(worker.wg)
     tensor_cores, shape = plan.tensor_cores, (BLOCK, plan.config.block_q)
     tile = tile_.tile_scores(worker, block)
@@ -69,46 +64,18 @@ def _make_ds(worker: Worker, block: Block, undrained: Block | None) -> jax.Array
     def with_dp(s: Ref, dp: Ref) -> Any:
         dout = block.at(buffers.dout, block.dout_slot)
         tensor_cores.start(dp, block.at(buffers.v, 0, own), dout.transpose((1, 0)))
-        scores = tensor_cores.load(s, pending=1)
-        if undrained is not None:
-            plgpu.barrier_arrive(barriers.q.consumed.at[undrained.q_slot])
-        p, derivative = tile_.weights(worker, block, tile, scores)
-        # ptxas moves nothing over the branch of a wait: without it, most exponentials would come after the wait for dP
-        # instead of beside its product.
-        p = lax.optimization_barrier(p)
-        plgpu.barrier_wait(barriers.delta_produced.at[block.dout_slot])
-        delta_smem = block.at(buffers.rows.delta, block.dout_slot)  # read only now, as registers are short
-        if plan.config.ds_in_registers:
-            delta = tile_.load_columns(delta_smem)
-            ds = _ds(worker, block, tile, (p, derivative, tensor_cores.load(dp, pending=0)), delta)
-            p, ds = lax.optimization_barrier((tile.kept(p).astype(plan.dtype), ds.astype(plan.dtype)))
-            start_dv(p)
-            return ds
-        # Then dV need not wait for dS.
-        dp_value = tensor_cores.load(dp, pending=0)
-        start_dv(lax.optimization_barrier(tile.kept(p).astype(plan.dtype)))
-        tile_.border(block, barriers.delta_produced.at[block.dout_slot])
-        delta = tile_.load_columns(delta_smem)
-        return _ds(worker, block, tile, (p, derivative, dp_value), delta).astype(plan.dtype)
-
-    def start_dv(p: jax.Array) -> None:
-        tensor_cores.start(worker.dv, p, block.at(buffers.dout, block.dout_slot))
+        p, derivative = tile_.weights(worker, block, tile, tensor_cores.load(s, pending=1))
+        # Only now, as registers are short.
+        p, delta_slot = lax.optimization_barrier((p, block.dout_slot))
+        delta = tile_.load_columns(block.at(buffers.rows.delta, delta_slot))
+        ds = tile_.dlogits(worker, block, tile, p, tensor_cores.load(dp, pending=0), delta)
+        if derivative is not None:
+            ds = tile_.times(ds, derivative)
+        return lax.optimization_barrier((tile.kept(p).astype(plan.dtype), ds.astype(plan.dtype)))
 
     # Waits come before an accumulator's scope: where the product follows at once, its zeros need no instructions.
     plgpu.barrier_wait(barriers.q.produced.at[block.q_slot])
     return tensor_cores.accumulator(with_scores, shape, worker.accumulators.scores)
-
-
-def _ds(
-    worker: Worker,
-    block: Block,
-    tile: TileScores,
-    weights: tuple[jax.Array, jax.Array | None, jax.Array],
-    delta: jax.Array,
-) -> jax.Array:
-    p, derivative, dp = weights
-    ds = tile_.dlogits(worker, block, tile, p, dp, delta)
-    return ds if derivative is None else tile_.times(ds, derivative)
 
 
 def store_tile(worker: Worker, dk: jax.Array, dv: jax.Array) -> None:

@@ -5,7 +5,6 @@ Importing this module does not import Pallas.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -136,7 +135,6 @@ def _two_kernels(
     dq, dscale = backward_queries.run(
         spec, operands, dout, rows, queries_config, dbias=None if of_keys else total, interpret=interpret
     )
-    config = dataclasses.replace(config, unroll=1)  # for more, registers do not suffice without dQ's waits
     _, dk, dv = backward_kernel.run(
         spec, operands, dout, rows, config, sums_dq=False, dbias=total if of_keys else None, interpret=interpret
     )

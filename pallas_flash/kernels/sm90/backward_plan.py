@@ -84,9 +84,8 @@ class Barriers(NamedTuple):
     k: bar.Handshake
     v: bar.Handshake
     q: bar.Handshake  # with lse_log2 and m
-    dout: bar.Handshake
-    delta_produced: Ref  # it is consumed with dout
-    meeting: Ref  # of the compute warpgroups
+    dout: bar.Handshake  # with delta
+    meeting: bar.Meeting | bar.NamedMeeting  # of the compute warpgroups
 
 
 class Refs(NamedTuple):
@@ -124,12 +123,11 @@ class Block(NamedTuple):
 
     head: jax.Array
     q_base: jax.Array
-    parity: Any  # of the steps, 0 or 1; static where a loop's body has two
+    parity: Any  # of the steps, 0 or 1
     q_slot: Any  # of the buffers
     dout_slot: Any
     zero: jax.Array  # 0, which the compiler does not know
     masked: bool
-    drain: bool  # whether the tensor cores must be done with it at its end
 
     def at(self, buffer: Ref, slot: Any, *rest: Any) -> Ref:
         """The buffer's part at a slot. The compiler must not know a slot that is the same in every step, or else it
@@ -220,9 +218,8 @@ def barriers(plan: Plan) -> Barriers:
         k=bar.handshake(1, COMPUTE_WGS),
         v=bar.handshake(1, COMPUTE_WGS),
         q=_handshake_of_copies(config.num_stages, 3 if plan.any_logits else 2),
-        dout=_handshake_of_copies(config.dout_stages, 1),
-        delta_produced=plgpu.Barrier(num_barriers=config.dout_stages),
-        meeting=plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+        dout=_handshake_of_copies(config.dout_stages, 2),
+        meeting=plan.tensor_cores.meeting(COMPUTE_WGS),
     )
 
 

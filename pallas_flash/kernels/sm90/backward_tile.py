@@ -23,14 +23,7 @@ from pallas_flash.spec import LOG2E
 
 def meet(refs: Refs) -> None:
     """Wait until both warpgroups are here; then each sees what the other wrote to shared memory."""
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(refs.barriers.meeting)
-    plgpu.barrier_wait(refs.barriers.meeting)
-
-
-def border(block: Block, barrier: Ref) -> None:
-    """A branch that is never taken and that ptxas cannot remove: it moves nothing over it."""
-    pl.when(block.zero != 0)(lambda: plgpu.barrier_wait(barrier))
+    refs.barriers.meeting.hold()
 
 
 def load_columns(ref: Ref) -> jax.Array:
@@ -119,6 +112,5 @@ def add_dk(worker: Worker, block: Block, ds: Any, columns: Any = slice(None)) ->
     tensor_cores.start(worker.dk, ds, block.at(buffers.q, block.q_slot, slice(None), columns))
     tensor_cores.wait(1)
     plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
-    if block.drain:
-        tensor_cores.wait(0)
-        plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
+    tensor_cores.wait(0)
+    plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
