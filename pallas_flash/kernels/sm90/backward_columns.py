@@ -79,7 +79,7 @@ def _make_weights(worker: Worker, block: Block) -> None:
     buffers.p[block.parity] = kept
     if buffers.slopes is not None:
         slopes = p if derivative is None else tile_.times(p, derivative)
-        buffers.slopes[...] = slopes.astype(plan.dtype)
+        buffers.slopes[...] = slopes.astype(plan.slopes_dtype)
     tile_.meet(worker.refs)
     plgpu.barrier_wait(barriers.dout.produced.at[block.dout_slot])
     own_dout = block.at(buffers.dout, block.dout_slot, slice(None), _own_columns(worker, plan.shapes.value_head_dim))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
 
 from pallas_flash.kernels.sm90.config import BARRIER_BYTES, BUFFER_ALIGNMENT, round_up
 
@@ -43,6 +46,12 @@ class BackwardConfig:
     @property
     def shares_keys(self) -> bool:
         return self.block_kv == BLOCK
+
+    def needs_slopes(self, dtype: Any, *, derivative: bool, dropout: bool) -> bool:
+        """Whether dS is made from another matrix in shared memory than P as the product with dO takes it: P before
+        dropout, P times the derivative of the logits, or P rounded less than to bfloat16, which alone would add as
+        much to the error of the gradients as all other roundings."""
+        return self.shares_keys and (derivative or dropout or dtype == jnp.bfloat16)
 
     def padded(self, head_dim: int, value_head_dim: int) -> tuple[int, int]:
         """The head dims that the kernel works with: what is read in parts of columns, by whole swizzled rows."""

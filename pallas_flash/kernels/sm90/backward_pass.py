@@ -49,10 +49,11 @@ def two_kernels(spec: AttentionSpec, operands: Operands) -> bool:
 def tuned_config(spec: AttentionSpec, operands: Operands, mask_class: str) -> BackwardConfig | None:
     """The tuned entry of the nearest case that fits into registers and shared memory."""
     dims = operands.shapes.head_dim, operands.shapes.value_head_dim
-    slopes = spec.soft_cap is not None or spec.score_mod is not None or spec.dropout_rate > 0
+    derivative, dropout = spec.soft_cap is not None or spec.score_mod is not None, spec.dropout_rate > 0
     for entry in cache.nearest("sm90_backward", cache.Case(*dims, operands.q.dtype.name, mask_class)):
         config = BackwardConfig(**entry)
         padded, itemsize = config.padded(*dims), operands.q.dtype.itemsize
+        slopes = config.needs_slopes(operands.q.dtype, derivative=derivative, dropout=dropout)
         needed = config.shared_bytes(padded, itemsize, slopes=slopes, maximum=any_logits(spec, operands))
         if config.fits(*dims) and needed <= MAX_SHARED_BYTES:
             return config

@@ -170,7 +170,14 @@ class Plan:
     @property
     def slopes(self) -> bool:
         """Whether the warpgroup that makes dS needs another matrix than the one that multiplies dO."""
-        return self.config.shares_keys and (self.derivative or self.spec.dropout_rate > 0)
+        return self.config.shares_keys and self.config.needs_slopes(
+            self.dtype, derivative=self.derivative, dropout=self.spec.dropout_rate > 0
+        )
+
+    @property
+    def slopes_dtype(self) -> Any:
+        """P is at most 1: float16 rounds it less than bfloat16 does."""
+        return self.dtype if self.derivative else jnp.float16
 
     @property
     def dq_slices(self) -> int:
@@ -201,7 +208,7 @@ def buffers(plan: Plan) -> Buffers:
         ds=tiles(1 if config.shares_keys else 2, shapes.head_dim),
         dq=memory.matrix((COMPUTE_WGS, BLOCK, columns), jnp.float32) if plan.sums_dq else None,
         p=tiles(2, shapes.value_head_dim) if config.shares_keys else None,
-        slopes=matrix((block_kv, block_q)) if plan.slopes else None,
+        slopes=memory.matrix((block_kv, block_q), plan.slopes_dtype) if plan.slopes else None,
         accumulators=Accumulators(
             scores=scratch(block_q),
             dp=scratch(block_q),
