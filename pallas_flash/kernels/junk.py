@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.kernels import matmul, softmax
 
 Ref = Any
+COLUMNS = 16  # of scores that are looked at together
 ROWS = 64  # the registers of a warpgroup hold this many rows at least
 
 
@@ -69,9 +70,9 @@ def forget(junk: Junk, wg: jax.Array) -> None:
     plgpu.commit_smem()
 
 
-def note_readers(takes_part: jax.Array, junk: Junk, slot: jax.Array, wg: jax.Array) -> None:
-    """takes_part: bool [queries, keys] of a tile."""
-    rows = plgpu.layout_cast(junk.rows[slot], plgpu.Layout.WGMMA.reduce(0))
+def note_readers(takes_part: jax.Array, junk: Junk, keys: tuple[Any, Any], wg: jax.Array) -> None:
+    """takes_part: bool [queries, keys] of a tile. keys: slot and rows of its values."""
+    rows = plgpu.layout_cast(junk.rows[keys], plgpu.Layout.WGMMA.reduce(0))
     read = jnp.where(takes_part, lax.broadcast_in_dim(rows, takes_part.shape, (1,)), 0.0)
     junk.readers[wg] = of_readers(junk, wg) + read.sum(axis=1)
     plgpu.commit_smem()

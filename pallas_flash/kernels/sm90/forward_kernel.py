@@ -153,22 +153,17 @@ def _attend(worker: Worker) -> tuple[jax.Array, softmax.RowStatistics]:
     state = lax.fori_loop(first_unmasked, steps, functools.partial(step, masked=False), state)
 
     last = plan.slot(work.count + steps - 1)
-    _await_values(worker, last)
+    plgpu.barrier_wait(barriers.v.produced.at[last])
     plan.tensor_cores.start(acc, state.p, buffers.v.at[last])
     out = plan.tensor_cores.load(acc, pending=0)
+    _note_readers_of_junk(worker, steps - 1, last)
     plgpu.barrier_arrive(barriers.v.consumed.at[last])
     return out, state.stats
 
 
-def _await_values(worker: Worker, slot: jax.Array) -> None:
-    """Unless `_step` has, to know of junk in them."""
-    if not worker.plan.hides_values(masked=True):
-        plgpu.barrier_wait(worker.barriers.v.produced.at[slot])
-
-
 def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool) -> State:
     """S(step), and O += P V of the step before (none before the first), then the softmax of S."""
-    plan, buffers, barriers, work, acc = worker
+    plan, _, barriers, work, acc = worker
     tensor_cores, units = plan.tensor_cores, plan.units
     last = plan.slot(work.count + step - 1)
     scores = _products(worker, step, state)
@@ -186,6 +181,7 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
         rescale = _must_rescale(plan, m, state.stats.shift)
         shift = lax.cond(rescale, lambda: m.max(axis=1), lambda: state.stats.shift)
         tensor_cores.wait(0)
+        _note_readers_of_junk(worker, step - 1, last)
         plgpu.barrier_arrive(barriers.v.consumed.at[last])
         log2_alpha = units.log2(state.stats.shift - shift)
         out, sums = _rescaled(rescale, log2_alpha, tensor_cores.load(acc, pending=0), state.stats.l)
@@ -193,27 +189,34 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
     p = softmax.probabilities(scores, shift, units)
     added = softmax.fold(jnp.add, p)
     stats = softmax.RowStatistics(m, shift, added if state is None else sums + added)
-    weights = lax.optimization_barrier(tile.kept(p).astype(plan.dtype))
-    if plan.hides_values(masked=True):  # `_products` of the next step does not know whether this one was masked
-        slot = plan.slot(work.count + step)
-        plgpu.barrier_wait(barriers.v.produced.at[slot])
-        if plan.hides_values(masked=masked):
-            pl.when(buffers.junk.found[slot] != 0)(lambda: _note_readers_of_junk(worker, tile, slot, masked=masked))
-    return State(stats, weights)
+    return State(stats, lax.optimization_barrier(tile.kept(p).astype(plan.dtype)))
 
 
-def _note_readers_of_junk(worker: Worker, tile: TileScores, slot: jax.Array, *, masked: bool) -> None:
-    """Queries that take part with a key whose values are not finite."""
+def _note_readers_of_junk(worker: Worker, step: jax.Array, slot: jax.Array) -> None:
+    """Queries that take part with a key of this step whose values are not finite, before its slot is free again."""
     plan, buffers, _, work, _ = worker
-    # The flag is 1, which the compiler does not know: else it keeps the mask's bits from the step, just in case.
-    q_base = tile.index.q_base + buffers.junk.found[slot] - 1
-    tile = tile._replace(index=dataclasses.replace(tile.index, q_base=q_base))
-    logits = plgpu.layout_cast(jnp.zeros(tile.index.shape, jnp.float32), plgpu.Layout.WGMMA)
-    if plan.has_bias:
-        logits = tile.logits(logits)
-    if masked:
-        logits = tile.masked(logits, None)
-    junk.note_readers(logits > -jnp.inf, buffers.junk, slot, work.wg)
+    if not plan.hides_values(masked=True):
+        return
+
+    def note_columns(part: jax.Array) -> None:
+        first = part * junk.COLUMNS
+        # The flag is 1, which the compiler does not know: else it keeps the mask's bits from the step, just in case.
+        index = _index(worker, step, masked=True)
+        q_base, kv_base = index.q_base + buffers.junk.found[slot] - 1, index.kv_base + first
+        shape = (plan.config.block_q, junk.COLUMNS)
+        index = dataclasses.replace(index, shape=shape, q_base=q_base, kv_base=kv_base)
+        tile = TileScores(plan.spec, work.scores, index, plan.tensor_cores)
+        logits = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        logits = tile.logits(logits) if plan.has_bias else logits
+        logits = tile.masked(logits, None) if plan.spec.mask else logits
+        junk.note_readers(logits > -jnp.inf, buffers.junk, (slot, pl.ds(first, junk.COLUMNS)), work.wg)
+
+    note = lambda: pl.loop(0, plan.config.block_kv // junk.COLUMNS)(note_columns)  # noqa: E731
+    check = lambda: pl.when(buffers.junk.found[slot] != 0)(note)  # noqa: E731
+    if plan.hides_values(masked=False):
+        check()
+    else:
+        pl.when(step < schedule.first_unmasked(work.item))(check)
 
 
 def _products(worker: Worker, step: jax.Array, state: State | None) -> jax.Array:
@@ -226,7 +229,7 @@ def _products(worker: Worker, step: jax.Array, state: State | None) -> jax.Array
         barriers.turns.wait(wg)
     s = tensor_cores.issue(buffers.q.at[wg], buffers.k.at[slot])
     if state is not None:
-        _await_values(worker, last)
+        plgpu.barrier_wait(barriers.v.produced.at[last])
         tensor_cores.start(acc, state.p, buffers.v.at[last])
     if barriers.turns is not None:
         barriers.turns.pass_on(wg)
