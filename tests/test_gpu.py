@@ -114,6 +114,33 @@ def test_sm90_equals_standard_attention(on_hopper: None, name: str, dtype: Any) 
     assert relative_errors(shifted, want[:1])[0] > 100 * floor  # the companion
 
 
+@pytest.mark.parametrize("name", ["causal, odd lengths, grouped", "192/128", "256", "segments, key lengths", "dropout"])
+def test_deterministic_gradients_of_sm90(on_hopper: None, name: str) -> None:
+    """As right as the others, and the same bits on repeats."""
+    sizes, options = CALLS[name]
+    tensors, dout, dlse = inputs(sizes, jnp.bfloat16)
+    got, *others = (run("sm90", tensors, dout, dlse, **options, deterministic=True) for _ in range(4))
+    exact = [x.astype(jnp.float32) for x in (*tensors, dout)]
+    want = run("reference", exact[:3], exact[3], dlse, **options, precision="highest")
+    assert max(relative_errors(got, want)) < 1.5e-2
+    for again in others:
+        assert all(np.array_equal(np.float32(x), np.float32(y)) for x, y in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("shape", [(2, 4, 300, 301), (1, 4, 300, 301), (2, 1, 1, 301), (1, 4, 300, 1), (1, 4, 1, 1)])
+def test_the_gradient_of_a_bias_of_sm90(on_hopper: None, shape: tuple[int, ...], head_dim: int) -> None:
+    tensors, dout, dlse = inputs((2, 300, 301, 4, 2, head_dim, head_dim), jnp.bfloat16)
+    bias = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    if bias.size > 4:
+        bias.ravel()[::7] = -np.inf
+    exact = [x.astype(jnp.float32) for x in (*tensors, dout)]
+    want = run("reference", [*exact[:3], bias], exact[3], dlse, is_causal=True, precision="highest")
+    got = run("sm90", [*tensors, bias], dout, dlse, is_causal=True)
+    assert max(relative_errors(got, want)) < 1.5e-2
+    assert np.all(np.asarray(got[-1])[bias == -np.inf] == 0)
+
+
 def test_sm90_refuses_by_name(on_hopper: None) -> None:
     (q, k, v), _, _ = inputs((1, 64, 64, 2, 2, 64, 64), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="score_mod uses the operation sin,"):

@@ -122,14 +122,14 @@ CASES = {
     ),
     "two kernels: causal, grouped heads, a bias of all queries and keys": (
         AttentionSpec(0.1, (CAUSAL,)),
-        operands_of(1, 200, 192, 2, 1, (64, 128), bias=bias_of(1, 2, 200, 192)),
+        operands_of(1, 136, 128, 2, 1, (64, 128), bias=bias_of(1, 2, 136, 128)),
         COLUMNS,
         QUERIES,
     ),
     "two kernels: window, dead rows, traced scale, a bias of queries": (
         AttentionSpec(None, (masks.Band(20, -3),), q_offset=-10),
         operands_of(
-            2, 200, 160, 1, 1, (24, 72), jnp.float16, scale=jnp.float32(0.1), bias=bias_of(1, 1, 200, 1)
+            1, 136, 120, 1, 1, (24, 72), jnp.float16, scale=jnp.float32(0.1), bias=bias_of(1, 1, 136, 1)
         ),
         dataclasses.replace(BY_ROWS),
         QueriesConfig(compute_wgs=3, value_stages=1),

@@ -108,10 +108,11 @@ def test_every_feature_lowers(feature):
     assert "mosaic_gpu" in lower(spec, operands)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("way", ["vmap", "scan", "shard_map", "x64"])
-def test_it_lowers_inside(way):
+def test_it_lowers_inside(way, deterministic):
     """What users wrap around a call."""
-    spec = AttentionSpec(None, (CAUSAL,), q_offset=None, soft_cap=30.0)
+    spec = AttentionSpec(None, (CAUSAL,), q_offset=None, soft_cap=30.0, deterministic=deterministic)
     operands = operands_of((64, 64), scale=array((), jnp.float32), q_offset=INTS[0], mask=((),))
     leaves, tree = jax.tree.flatten(arguments(operands))
     call = lambda *leaves: sm90.backward(spec, *jax.tree.unflatten(tree, leaves))  # noqa: E731
