@@ -36,14 +36,8 @@ class Entry:
 
 # In the order in which implementation=None tries them.
 TABLE: tuple[Entry, ...] = (
+    Entry(sm90, "fused kernels, forward and backward, for Hopper GPUs", capability=((9, 0), (10, 0))),
     Entry(xla, "runs on every device and takes every call; memory linear in the sequence length"),
-    Entry(
-        sm90,
-        "a fused forward pass; by name only while its gradient runs through xla and NaN in a hidden value can spread "
-        "within a tile",
-        capability=((9, 0), (10, 0)),
-        automatic=False,
-    ),
     Entry(reference, "the meaning, at O(T S) memory: only by name", automatic=False),
 )
 

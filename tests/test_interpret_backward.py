@@ -161,10 +161,32 @@ def check_that_a_wrong_mask_is_noticed() -> None:
     assert min(errors(got, want)[x] for x in ("q", "k", "v")) > 10 * TOLERANCE
 
 
+def check_that_padding_stays_hidden() -> None:
+    """NaN behind the lengths of queries and keys, in their cotangents too, changes nothing; NaN in the cotangent of a
+    query reaches it and the keys that it reads."""
+    spec = AttentionSpec(0.125, (masks.QueryLengths(), masks.KeyValueLengths(), CAUSAL))
+    lengths = ((jnp.array([90]),), (jnp.array([70]),), ())
+    operands = operands_of(1, 128, 192, 1, 1, (64, 64), mask=lengths)
+    behind = lambda array, length: array.at[:, length:].set(jnp.nan)  # noqa: E731
+    padded = operands._replace(q=behind(operands.q, 90), k=behind(operands.k, 70), v=behind(operands.v, 70))
+    residuals = xla.forward(spec, operands).residuals
+    dout = jnp.asarray(np.random.default_rng(1).normal(size=(1, 128, 1, 64)), jnp.bfloat16)
+    dlse = jnp.zeros((1, 1, 128), jnp.float32)
+    run = lambda operands, dout: backward_pass.backward(  # noqa: E731
+        spec, operands, residuals, Cotangents(dout, dlse), config=BY_ROWS, interpret=plgpu.InterpretGPUParams()
+    )
+    want, got = run(operands, dout), run(padded, behind(dout, 90))
+    for name in ("q", "k", "v"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    poisoned = run(operands, dout.at[0, 80, 0, 5].set(jnp.nan))
+    assert [int(jnp.isnan(x).any(-1).sum()) for x in (poisoned.q, poisoned.k, poisoned.v)] == [1, 70, 70]
+
+
 def main() -> None:
     """Run every case and say how it went; exit with 1 if any failed."""
     checks = {name: (check, *case) for name, case in CASES.items() if not sys.argv[1:] or sys.argv[1] in name}
     checks["a wrong mask is noticed"] = (check_that_a_wrong_mask_is_noticed,)
+    checks["padding stays hidden"] = (check_that_padding_stays_hidden,)
     failures = {name: failure(*call) for name, call in checks.items()}
     for name, problem in failures.items():
         print(f"{name}: {problem or 'passed'}", flush=True)
@@ -176,7 +198,7 @@ def test_the_kernels_are_right_and_have_no_race():
     command = [sys.executable, "-m", "tests.test_interpret_backward"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count(": passed\n") == len(CASES) + 1
+    assert run.stdout.count(": passed\n") == len(CASES) + 2
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_flash.kernels.sm90.config import ForwardConfig
+from pallas_flash.spec import AttentionSpec, Operands
 from pallas_flash.tuning import __main__ as command
 from pallas_flash.tuning import cache, kernels, search
 from pallas_flash.tuning.cache import Case
@@ -109,9 +111,10 @@ def test_head_dims_are_checked(wrong, capsys):
     assert "head-dims" in capsys.readouterr().err
 
 
-def test_every_kernel_that_is_tuned_has_a_table_and_fields():
-    for kernel in kernels.TUNED:
-        entries = cache.entries(kernel.table)
-        assert entries
-        fields = {field.name for field in dataclasses.fields(ForwardConfig)}
-        assert set(kernel.choices) <= fields or "backward" in kernel.table
+@pytest.mark.parametrize("kernel", kernels.TUNED, ids=lambda kernel: kernel.table)
+def test_what_is_tried_are_fields_of_the_kernels_tiles(kernel):
+    array = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16)
+    spec, operands = AttentionSpec(0.125), Operands(array, array, array)
+    start = kernel.start(spec, operands)
+    assert set(kernel.choices) <= {field.name for field in dataclasses.fields(start)}
+    assert kernel.fits(start, spec, operands) and cache.entries(kernel.table)

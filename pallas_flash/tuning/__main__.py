@@ -59,7 +59,7 @@ def _head_dims(text: str) -> tuple[int, int]:
 def _cases(table: str, options: argparse.Namespace) -> list[Case]:
     known = {(e["case"]["head_dim"], e["case"]["value_head_dim"]) for e in cache.entries(table)}
     dims = options.head_dims or sorted(known)
-    return [Case(*each, options.dtype, mask) for each in dims for mask in options.masks]
+    return [Case(head_dim, dim_v, options.dtype, mask) for head_dim, dim_v in dims for mask in options.masks]
 
 
 def _tune(kernel: search.Kernel, case: Case, options: argparse.Namespace) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from pallas_flash import dispatch
 from pallas_flash.kernels import sm90
-from pallas_flash.spec import AttentionSpec, Operands
+from pallas_flash.kernels.sm90 import backward_pass
+from pallas_flash.spec import AttentionSpec, Cotangents, Operands
 from pallas_flash.tuning.search import Kernel
 
 
@@ -24,6 +28,17 @@ def _forward(config: Any, spec: AttentionSpec, operands: Operands) -> Any:
     return lambda operands: sm90.forward(spec, operands, config=config).residuals
 
 
+def _start_backward(spec: AttentionSpec, operands: Operands) -> Any:
+    return backward_pass.tuned_config(spec, operands, sm90.mask_class(spec, operands))
+
+
+def _backward(config: Any, spec: AttentionSpec, operands: Operands) -> Any:
+    """The gradients alone: the forward pass runs once, outside. Its output stands for the output's cotangent."""
+    residuals = jax.jit(lambda operands: sm90.forward(spec, operands).residuals)(operands)
+    cotangents = Cotangents(residuals.out, jnp.zeros_like(residuals.m))
+    return lambda operands: backward_pass.backward(spec, operands, residuals, cotangents, config=config)
+
+
 TUNED = (
     Kernel(
         table="sm90_forward",
@@ -39,5 +54,19 @@ TUNED = (
         start=sm90.forward_config,
         fits=sm90.forward_fits,
         run=_forward,
+    ),
+    Kernel(
+        table="sm90_backward",
+        choices={
+            "block_q": (64, 128),
+            "block_kv": (64, 128),
+            "num_ctas": (None, 132),
+            "head_group": (1, 2, 4, 8, 16),
+            "num_stages": (1, 2),
+            "dout_stages": (1, 2),
+        },
+        start=_start_backward,
+        fits=backward_pass.fits,
+        run=_backward,
     ),
 )

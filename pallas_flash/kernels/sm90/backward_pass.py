@@ -16,6 +16,8 @@ from pallas_flash.kernels.sm90 import backward_bias
 from pallas_flash.kernels.sm90.backward_config import BackwardConfig
 from pallas_flash.kernels.sm90.backward_queries_config import QueriesConfig
 from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, padded_head_dims
+from pallas_flash.masks import Band, Chunked, PrefixLM
+from pallas_flash.products import finite_part
 from pallas_flash.spec import LOG2E, AttentionSpec, Cotangents, Gradients, Operands, Residuals
 from pallas_flash.tuning import cache
 
@@ -47,17 +49,21 @@ def two_kernels(spec: AttentionSpec, operands: Operands) -> bool:
 
 
 def tuned_config(spec: AttentionSpec, operands: Operands, mask_class: str) -> BackwardConfig | None:
-    """The tuned entry of the nearest case that fits into registers and shared memory."""
+    """The tuned entry of the nearest case that fits."""
+    shapes = operands.shapes
+    case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, mask_class)
+    configs = (BackwardConfig(**entry) for entry in cache.nearest("sm90_backward", case))
+    return next((config for config in configs if fits(config, spec, operands)), None)
+
+
+def fits(config: BackwardConfig, spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether a call with these tiles fits into registers and shared memory."""
     dims = operands.shapes.head_dim, operands.shapes.value_head_dim
     derivative, dropout = spec.soft_cap is not None or spec.score_mod is not None, spec.dropout_rate > 0
-    for entry in cache.nearest("sm90_backward", cache.Case(*dims, operands.q.dtype.name, mask_class)):
-        config = BackwardConfig(**entry)
-        padded, itemsize = config.padded(*dims), operands.q.dtype.itemsize
-        slopes = config.needs_slopes(operands.q.dtype, derivative=derivative, dropout=dropout)
-        needed = config.shared_bytes(padded, itemsize, slopes=slopes, maximum=any_logits(spec, operands))
-        if config.fits(*dims) and needed <= MAX_SHARED_BYTES:
-            return config
-    return None
+    slopes = config.needs_slopes(operands.q.dtype, derivative=derivative, dropout=dropout)
+    itemsize, maximum = operands.q.dtype.itemsize, any_logits(spec, operands)
+    needed = config.shared_bytes(config.padded(*dims), itemsize, slopes=slopes, maximum=maximum)
+    return config.fits(*dims) and needed <= MAX_SHARED_BYTES
 
 
 def tuned_queries_config(operands: Operands, mask_class: str) -> QueriesConfig | None:
@@ -91,7 +97,12 @@ def backward(
 
     block_q = config.block_q if queries_config is None else math.lcm(config.block_q, queries_config.tile_q)
     rows = Rows(*prepare_rows(residuals, cotangents, block_q, natural=any_logits(spec, operands)))
-    call = spec, operands, cotangents.out, rows, interpret
+    dout = cotangents.out
+    if may_hide_rows(spec, operands):
+        rows = rows._replace(lse_log2=_without_junk_rows(rows.lse_log2, dout))
+        dout = finite_part(dout)
+        operands = operands._replace(q=finite_part(operands.q), k=finite_part(operands.k))
+    call = spec, operands, dout, rows, interpret
     gradients = _one_kernel(config, *call) if queries_config is None else _two_kernels((config, queries_config), *call)
     if operands.sinks is not None:  # one more logit whose value vector is 0: d sink = p_sink * (0 - delta)
         lse_log2, delta, m = rows
@@ -143,6 +154,22 @@ def _two_kernels(
     if operands.scale is not None and dscale is not None:
         dscale = dscale.astype(operands.scale.dtype)
     return Gradients(q=dq, k=dk, v=dv, bias=dbias, scale=dscale)
+
+
+def may_hide_rows(spec: AttentionSpec, operands: Operands) -> bool:
+    """Whether rows of q, k or dout may be hidden from all others, as padding is, whose memory may hold anything: in a
+    tile that is hidden in part it is multiplied with 0, and 0 * NaN is NaN. Masks by position alone hide no whole rows
+    except by offsets; they do without copies of q, k and dout."""
+    by_position = all(isinstance(part, Band | Chunked | PrefixLM) for part in spec.mask)
+    return not by_position or operands.bias is not None or spec.q_offset != 0
+
+
+def _without_junk_rows(lse_log2: jax.Array, dout: jax.Array) -> jax.Array:
+    """NaN for a row with keys whose cotangents are not finite: so are then the weights that multiply them. NaN in q or
+    k is in the log-sum-exp already."""
+    junk = jnp.swapaxes(~jnp.isfinite(dout).all(-1), 1, 2)
+    junk = jnp.pad(junk, ((0, 0), (0, 0), (0, lse_log2.shape[-1] - junk.shape[-1])))
+    return jnp.where(junk & (lse_log2 != jnp.inf), jnp.nan, lse_log2)
 
 
 def prepare_rows(

@@ -286,13 +286,18 @@ def _weights(
         logits, to_log2 = tile.unbiased(scores), LOG2E
         derivative = tile.derivative(scores, logits) if plan.derivative else None
         logits = tile.biased(logits)
-    if masked:
-        logits = tile.masked(logits, plan.kv_len_if_cut)
+    hidden = logits == -jnp.inf if plan.any_logits else None
     if rows.m is not None:
         logits = logits - softmax.rows_like(rows.m, scores)
     if to_log2 != 1:
         logits = logits * to_log2
-    return jnp.exp2(logits - softmax.rows_like(rows.lse_log2, scores)), derivative
+    # What is hidden is hidden last: NaN in a row's log-sum-exp is not for the keys that the row does not read.
+    logits = logits - softmax.rows_like(rows.lse_log2, scores)
+    if masked:
+        logits = tile.masked(logits, plan.kv_len_if_cut)
+    if hidden is not None:
+        logits = jnp.where(hidden, -jnp.inf, logits)
+    return jnp.exp2(logits), derivative
 
 
 def _dlogits(worker: Worker, tile: TileScores, p: jax.Array, dp: jax.Array, *, masked: bool) -> jax.Array:

@@ -66,13 +66,18 @@ def weights(worker: Worker, block: Block, tile: TileScores, scores: jax.Array) -
         logits, to_log2 = tile.unbiased(scores), LOG2E
         derivative = tile.derivative(scores, logits) if plan.derivative else None
         logits = tile.biased(logits)
-    if block.masked:
-        logits = tile.masked(logits, plan.kv_len_if_cut)
+    hidden = logits == -jnp.inf if plan.any_logits else None
     if rows.m is not None:
         logits = logits - columns_like(load_columns(rows.m.at[block.q_slot]), scores)
     if to_log2 != 1:
         logits = logits * to_log2
-    return Weights(jnp.exp2(logits - columns_like(lse_log2, scores)), derivative)
+    # What is hidden is hidden last: NaN in a row's log-sum-exp is not for the keys that the row does not read.
+    logits = logits - columns_like(lse_log2, scores)
+    if block.masked:
+        logits = tile.masked(logits, plan.kv_len_if_cut)
+    if hidden is not None:
+        logits = jnp.where(hidden, -jnp.inf, logits)
+    return Weights(jnp.exp2(logits), derivative)
 
 
 def dlogits(worker: Worker, block: Block, tile: TileScores, p: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:
