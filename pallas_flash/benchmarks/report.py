@@ -83,7 +83,9 @@ def ratios(content: Content, passed: str) -> Table:
     cells = Cells(content, passed)
     ours, peers = cells.ours(), cells.peers()
     sustained = any("sustained_ms" in row for row in content["rows"])
-    header = ["workload", f"{ours} ms", "p20 to p80", "TFLOP/s", "of the matmul ceiling", "bound by"]
+    known = bool(content["ceilings"])
+    header = ["workload", f"{ours} ms", "p20 to p80", "TFLOP/s"]
+    header += ["of the matmul ceiling", "bound by"] * known
     header += [f"x {peer}" for peer in peers] + [f"x {peer}, sustained" for peer in peers if sustained]
     rows = []
     for workload in cells.workloads:
@@ -92,7 +94,8 @@ def ratios(content: Content, passed: str) -> Table:
             continue
         share = row.get("share_of_matmul")
         line = [workload, f"{row['ms']['median']:.4g}", f"{row['ms']['p20']:.4g} to {row['ms']['p80']:.4g}"]
-        line += [f"{row['tflops']:.4g}", _number(share and 100 * share, "{:.0f} %"), row.get("bound_by", "")]
+        line.append(f"{row['tflops']:.4g}")
+        line += [_number(share and 100 * share, "{:.0f} %"), row.get("bound_by", "")] * known
         for key in ("ms", "sustained_ms") if sustained else ("ms",):
             line += [_number(cells.ratio(workload, peer, key), "{:.3f}") for peer in peers]
         rows.append(line)
