@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import elementwise, masks
+from pallas_flash import elementwise, flash_attention, masks
 from pallas_flash.kernels import sm90
 from pallas_flash.kernels.sm90 import backward_pass
 from pallas_flash.kernels.sm90.backward_config import BackwardConfig
@@ -198,3 +198,11 @@ def test_a_config_for_dq_names_what_is_wrong(wrong):
 def test_a_config_names_what_is_wrong(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         BackwardConfig(**wrong)
+
+
+def test_second_derivatives_are_refused_by_name():
+    q = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+    attend = lambda q: flash_attention(q, q, q, implementation="sm90").astype(jnp.float32).sum()  # noqa: E731
+    slope = lambda q: (jax.grad(attend)(q).astype(jnp.float32) ** 2).sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match="second derivatives.*implementation='xla'"):
+        jax.make_jaxpr(jax.grad(slope))(q)

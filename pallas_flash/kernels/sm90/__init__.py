@@ -64,11 +64,12 @@ def forward(
 
     config = config or forward_config(spec, operands)
     assert config is not None, "unsupported() refuses what has no tiles"
-    return run(spec, operands, config, interpret=interpret)
+    return run(spec, _differentiated_once(operands), config, interpret=interpret)
 
 
 def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Gradients:
     """By the kernels; what they cannot compute, as `xla` does."""
+    operands, residuals, cotangents = _differentiated_once((operands, residuals, cotangents))
     kind = mask_class(spec, operands)
     if backward_pass.obstacle(spec, operands, kind) is not None:
         return xla.backward(spec, operands, residuals, cotangents)
@@ -76,6 +77,16 @@ def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cota
     assert config is not None, "obstacle() names what has no tiles"
     queries = backward_pass.tuned_queries_config(operands, kind) if backward_pass.two_kernels(spec, operands) else None
     return backward_pass.backward(spec, operands, residuals, cotangents, config=config, queries_config=queries)
+
+
+@jax.custom_jvp
+def _differentiated_once(arrays: Any) -> Any:
+    return arrays
+
+
+@_differentiated_once.defjvp
+def _no_second_derivative(*_: Any) -> Any:
+    raise NotImplementedError("implementation='sm90' has no second derivatives: take implementation='xla'")
 
 
 def _function_obstacle(spec: AttentionSpec) -> str | None:
