@@ -204,5 +204,5 @@ def test_second_derivatives_are_refused_by_name():
     q = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
     attend = lambda q: flash_attention(q, q, q, implementation="sm90").astype(jnp.float32).sum()  # noqa: E731
     slope = lambda q: (jax.grad(attend)(q).astype(jnp.float32) ** 2).sum()  # noqa: E731
-    with pytest.raises(NotImplementedError, match="second derivatives.*implementation='xla'"):
+    with pytest.raises(NotImplementedError, match=r"second derivatives.*implementation='xla'"):
         jax.make_jaxpr(jax.grad(slope))(q)
