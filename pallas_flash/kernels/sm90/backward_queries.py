@@ -27,11 +27,12 @@ from pallas_flash.kernels.sm90 import schedule
 from pallas_flash.kernels.sm90.backward_plan import Rows
 from pallas_flash.kernels.sm90.backward_queries_config import QueriesConfig
 from pallas_flash.kernels.sm90.backward_queries_plan import Barriers, Buffers, Inputs, Plan, Ref, Refs, Work, Worker
+from pallas_flash.kernels.sm90.backward_tile import Weights, weights_of
 from pallas_flash.kernels.sm90.config import COLUMNS, ROW_UNIT, ROWS, padded_head_dims
 from pallas_flash.kernels.sm90.schedule import WorkItem
 from pallas_flash.kernels.tile_mask import TileIndex
 from pallas_flash.kernels.tile_scores import TileScores
-from pallas_flash.spec import LOG2E, AttentionSpec, Operands
+from pallas_flash.spec import AttentionSpec, Operands
 
 
 def run(
@@ -274,30 +275,11 @@ def _index(worker: Worker, step: jax.Array, masked: bool) -> TileIndex:
     )
 
 
-def _weights(
-    worker: Worker, tile: TileScores, scores: jax.Array, *, masked: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """P before dropout, and the derivative of the logits by scale * q.k (None: 1)."""
-    plan, rows = worker.plan, worker.work.rows
-    derivative = None
-    if plan.scaled_only:
-        logits, to_log2 = scores * (tile.operands.scale * LOG2E), 1.0
-    else:
-        logits, to_log2 = tile.unbiased(scores), LOG2E
-        derivative = tile.derivative(scores, logits) if plan.derivative else None
-        logits = tile.biased(logits)
-    hidden = logits == -jnp.inf if plan.any_logits else None
-    if rows.m is not None:
-        logits = logits - softmax.rows_like(rows.m, scores)
-    if to_log2 != 1:
-        logits = logits * to_log2
-    # What is hidden is hidden last: NaN in a row's log-sum-exp is not for the keys that the row does not read.
-    logits = logits - softmax.rows_like(rows.lse_log2, scores)
-    if masked:
-        logits = tile.masked(logits, plan.kv_len_if_cut)
-    if hidden is not None:
-        logits = jnp.where(hidden, -jnp.inf, logits)
-    return jnp.exp2(logits), derivative
+def _weights(worker: Worker, tile: TileScores, scores: jax.Array, *, masked: bool) -> Weights:
+    lse_log2, _, m = worker.work.rows
+    spread = functools.partial(softmax.rows_like, tile=scores)
+    rows = Rows(spread(lse_log2), None, None if m is None else spread(m))
+    return weights_of(worker.plan, tile, scores, rows, masked=masked)
 
 
 def _dlogits(worker: Worker, tile: TileScores, p: jax.Array, dp: jax.Array, *, masked: bool) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import memory
 from pallas_flash.kernels.sm90.backward_config import BLOCK
-from pallas_flash.kernels.sm90.backward_plan import Block, Ref, Refs, Worker
+from pallas_flash.kernels.sm90.backward_plan import Block, Ref, Refs, Rows, Worker
 from pallas_flash.kernels.tile_mask import TileIndex
 from pallas_flash.kernels.tile_scores import TileScores
 from pallas_flash.spec import LOG2E
@@ -58,7 +58,13 @@ class Weights(NamedTuple):
 def weights(worker: Worker, block: Block, tile: TileScores, scores: jax.Array) -> Weights:
     """From K Q^T."""
     plan, rows = worker.plan, worker.refs.buffers.rows
-    lse_log2 = load_columns(rows.lse_log2.at[block.q_slot])
+    spread = lambda ref: columns_like(load_columns(ref.at[block.q_slot]), scores)  # noqa: E731
+    m = None if rows.m is None else spread(rows.m)
+    return weights_of(plan, tile, scores, Rows(spread(rows.lse_log2), None, m), masked=block.masked)
+
+
+def weights_of(plan: Any, tile: TileScores, scores: jax.Array, rows: Rows, *, masked: bool) -> Weights:
+    """From q.k, whichever of the two has the rows. rows: a query's numbers at each of its scores."""
     derivative = None
     if plan.scaled_only:
         logits, to_log2 = scores * (tile.operands.scale * LOG2E), 1.0
@@ -68,12 +74,12 @@ def weights(worker: Worker, block: Block, tile: TileScores, scores: jax.Array) -
         logits = tile.biased(logits)
     hidden = logits == -jnp.inf if plan.any_logits else None
     if rows.m is not None:
-        logits = logits - columns_like(load_columns(rows.m.at[block.q_slot]), scores)
+        logits = logits - rows.m
     if to_log2 != 1:
         logits = logits * to_log2
     # What is hidden is hidden last: NaN in a row's log-sum-exp is not for the keys that the row does not read.
-    logits = logits - columns_like(lse_log2, scores)
-    if block.masked:
+    logits = logits - rows.lse_log2
+    if masked:
         logits = tile.masked(logits, plan.kv_len_if_cut)
     if hidden is not None:
         logits = jnp.where(hidden, -jnp.inf, logits)
