@@ -182,10 +182,35 @@ def check_that_padding_stays_hidden() -> None:
     assert [int(jnp.isnan(x).any(-1).sum()) for x in (poisoned.q, poisoned.k, poisoned.v)] == [1, 70, 70]
 
 
+def check_that_rows_nobody_reads_stay_hidden() -> None:
+    """Keys behind the last query of a causal call, with a sink; and what a score_mod gives behind the last query."""
+
+    def run(spec: AttentionSpec, operands: Operands, exact: Operands, config: Any) -> list[Any]:
+        dout = operands.q
+        cotangents = Cotangents(dout, jnp.zeros((1, 1, dout.shape[1])))
+        residuals, interpret = xla.forward(spec, exact).residuals, plgpu.InterpretGPUParams()
+        if config is None:
+            return list(xla.backward(spec, exact, residuals, cotangents)[:3])
+        return list(
+            backward_pass.backward(spec, operands, residuals, cotangents, config=config, interpret=interpret)[:3]
+        )
+
+    spec = AttentionSpec(0.125, (CAUSAL,))
+    operands = operands_of(1, 64, 100, 1, 1, (64, 64), mask=((),), sinks=jnp.array([0.5]))
+    junk = operands._replace(k=operands.k.at[:, 64:].set(jnp.nan), v=operands.v.at[:, 64:].set(jnp.nan))
+    for got, want in zip(*(run(spec, each, operands, BY_ROWS) for each in (junk, operands)), strict=True):
+        np.testing.assert_array_equal(got, want)
+    root = score_mod(lambda s, b, h, q, k: s * jnp.sqrt((100 - q).astype(jnp.float32)) / 10)
+    spec, operands = AttentionSpec(0.125, score_mod=root["spec"]), operands_of(1, 100, 64, 1, 1, (64, 64))
+    for got, want in zip(*(run(spec, operands, operands, config) for config in (BY_ROWS, None)), strict=True):
+        np.testing.assert_allclose(np.float32(got), np.float32(want), atol=5e-2)
+
+
 def main() -> None:
     """Run every case and say how it went; exit with 1 if any failed."""
     checks = {name: (check, *case) for name, case in CASES.items() if not sys.argv[1:] or sys.argv[1] in name}
     checks["a wrong mask is noticed"] = (check_that_a_wrong_mask_is_noticed,)
+    checks["rows nobody reads stay hidden"] = (check_that_rows_nobody_reads_stay_hidden,)
     checks["padding stays hidden"] = (check_that_padding_stays_hidden,)
     failures = {name: failure(*call) for name, call in checks.items()}
     for name, problem in failures.items():
@@ -198,7 +223,7 @@ def test_the_kernels_are_right_and_have_no_race():
     command = [sys.executable, "-m", "tests.test_interpret_backward"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count(": passed\n") == len(CASES) + 2
+    assert run.stdout.count(": passed\n") == len(CASES) + 3
 
 
 if __name__ == "__main__":

@@ -206,3 +206,38 @@ def test_second_derivatives_are_refused_by_name():
     slope = lambda q: (jax.grad(attend)(q).astype(jnp.float32) ** 2).sum()  # noqa: E731
     with pytest.raises(NotImplementedError, match=r"second derivatives.*implementation='xla'"):
         jax.make_jaxpr(jax.grad(slope))(q)
+
+
+def gradient(**options):
+    attend = lambda q: flash_attention(q, q, q, implementation="sm90", **options).astype(jnp.float32).sum()  # noqa: E731
+    return jax.grad(attend)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 130, 1, 64), (3, 1, 128, 1, 40), (3, 1, 1, 1, 64)])
+def test_vmap_of_shapes_that_are_copied_row_by_row(shape):
+    jax.jit(jax.vmap(gradient())).trace(array(shape, jnp.bfloat16)).lower(lowering_platforms=("cuda",))
+
+
+def test_what_differs_from_device_to_device_is_typed_so():
+    """With shard_map's own checks: a result that differs may not leave as if it were replicated."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    q = array((2, 128, 2, 64), jnp.bfloat16)
+    mapped = lambda f, out: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=jax.P("data"), out_specs=out))  # noqa: E731
+    mapped(gradient(), jax.P("data")).trace(q).lower(lowering_platforms=("cuda",))
+    attend = lambda q: flash_attention(q, q, q, implementation="sm90")  # noqa: E731
+    with pytest.raises(ValueError, match="data"):
+        mapped(attend, jax.P()).trace(q)
+
+
+SCORE_MODS = {
+    "where": lambda s, b, h, i, j: jnp.where(i >= j, s, -jnp.inf),
+    "clip": lambda s, b, h, i, j: jnp.clip(s, -3.0, 3.0),
+    "silu": lambda s, b, h, i, j: jax.nn.silu(s),
+    "captured integers": lambda s, b, h, i, j: s * jnp.arange(128)[j],
+}
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_gradients_of_score_mods_with_functions_under_jit(name):
+    q = array((1, 128, 1, 64), jnp.bfloat16)
+    jax.jit(gradient(score_mod=SCORE_MODS[name])).trace(q).lower(lowering_platforms=("cuda",))

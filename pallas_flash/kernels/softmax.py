@@ -93,8 +93,12 @@ def probabilities(scores: jax.Array, shift: jax.Array, units: Units) -> jax.Arra
 
 
 def soft_cap(scores: jax.Array, cap: float) -> jax.Array:
-    """cap * tanh(scores / cap), through exp2: the hardware's own tanh is right to 11 bits only."""
-    return cap - 2 * cap / (1 + jnp.exp2(scores * (2 * LOG2E / cap)))
+    """cap * tanh(scores / cap), through exp2: the hardware's own tanh is right to 11 bits only. Near 0, where that
+    subtracts nearly equal numbers, by the first terms of the series."""
+    ratio = scores * (1 / cap)
+    square = ratio * ratio
+    series = scores * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    return jnp.where(jnp.abs(ratio) < 0.1, series, cap - 2 * cap / (1 + jnp.exp2(ratio * (2 * LOG2E))))
 
 
 class FinalStatistics(NamedTuple):

@@ -230,10 +230,14 @@ def evaluate(
         first = [next(windows) for _ in range(function.captures)]
         args = [*(lambda window=window: window for window in first), *args]
     inner = {key: [next(windows) for _ in program.consts] for key, program in _all_inner(function.jaxpr).items()}
-    return _evaluate(Program(gather, inner), function.jaxpr, captures, args)
+    (result,) = _evaluate(Program(gather, inner), function.jaxpr, captures, args)
+    return result()
 
 
-def _evaluate(program: Program, jaxpr: Any, captures: list[Window], args: Sequence[Callable[[], Any]]) -> Any:
+def _evaluate(
+    program: Program, jaxpr: Any, captures: list[Window], args: Sequence[Callable[[], Any]]
+) -> list[Callable[[], Any]]:
+    """What gives its results."""
     values: dict[Any, Callable[[], Any]] = dict(zip(jaxpr.invars, args, strict=True))
     values |= {var: lambda window=window: window for var, window in zip(jaxpr.constvars, captures, strict=True)}
 
@@ -247,15 +251,17 @@ def _evaluate(program: Program, jaxpr: Any, captures: list[Window], args: Sequen
         name, params = equation.primitive.name, equation.params
         if name in NESTED:
             inner, arguments = _inner(equation).jaxpr, [functools.partial(read, var) for var in equation.invars]
-            result = _evaluate(program, inner, program.inner[id(inner)], arguments)
-        elif name in IDENTITIES:
+            results = _evaluate(program, inner, program.inner[id(inner)], arguments)
+            values |= dict(zip(equation.outvars, results, strict=True))
+            continue
+        if name in IDENTITIES:
             result = read(equation.invars[0])
         elif name in WINDOWS:
             result = _window(name, [read(var) for var in equation.invars], params)
         else:
             result = OPERATIONS[name](*_broadcast([read(var) for var in equation.invars]), **params)
         values[equation.outvars[0]] = lambda result=result: result
-    return read(jaxpr.outvars[0])
+    return [functools.partial(read, var) for var in jaxpr.outvars]
 
 
 def _needed(jaxpr: Any) -> list[Any]:
@@ -263,7 +269,7 @@ def _needed(jaxpr: Any) -> list[Any]:
     variables = lambda atoms: {atom for atom in atoms if not hasattr(atom, "val")}  # noqa: E731
     needed, used = [], variables(jaxpr.outvars)
     for equation in reversed(jaxpr.eqns):
-        if equation.outvars[0] in used:
+        if used & set(equation.outvars):
             needed.append(equation)
             used |= variables(equation.invars)
     return needed[::-1]

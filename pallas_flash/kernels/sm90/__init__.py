@@ -15,6 +15,8 @@ Importing this module does not import Pallas; `forward` does.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,9 +25,16 @@ import jax.numpy as jnp
 from pallas_flash import xla
 from pallas_flash.kernels import tile_function
 from pallas_flash.kernels.sm90 import backward_pass
-from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, MIN_MASKED_BLOCK, ForwardConfig, padded_head_dims
+from pallas_flash.kernels.sm90.config import (
+    COLUMNS,
+    MAX_SHARED_BYTES,
+    MIN_MASKED_BLOCK,
+    ROWS,
+    ForwardConfig,
+    padded_head_dims,
+)
 from pallas_flash.masks import Dense, Predicate, Segments
-from pallas_flash.spec import AttentionSpec, Cotangents, Forward, Gradients, Operands, Residuals
+from pallas_flash.spec import AttentionSpec, Cotangents, Forward, Gradients, Operands, Residuals, vary, varying_axes
 from pallas_flash.tuning import cache
 
 NAME = "sm90"
@@ -43,6 +52,8 @@ def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
         return f"an empty operand: {shapes}"
     if shapes.batch * shapes.num_q_heads * shapes.q_len >= MAX_ROWS:
         return f"batch * heads * queries must stay below {MAX_ROWS}: {shapes}"
+    if _on_explicit_mesh(operands.q):
+        return "arrays on a mesh with explicit axes: call it inside shard_map"
     if spec.precision not in (None, jax.lax.Precision.DEFAULT, "default", "fastest"):
         return f"precision={spec.precision}: it rounds the softmax weights to {operands.q.dtype}"
     if (obstacle := _function_obstacle(spec)) is not None:
@@ -64,7 +75,8 @@ def forward(
 
     config = config or forward_config(spec, operands)
     assert config is not None, "unsupported() refuses what has no tiles"
-    return run(spec, _differentiated_once(operands), config, interpret=interpret)
+    call = functools.partial(run, spec, config=config, interpret=interpret)
+    return _varying(_mapped(call, operands)(_differentiated_once(operands)), operands)
 
 
 def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Gradients:
@@ -76,7 +88,23 @@ def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cota
     config = backward_pass.tuned_config(spec, operands, kind)
     assert config is not None, "obstacle() names what has no tiles"
     queries = backward_pass.tuned_queries_config(operands, kind) if backward_pass.two_kernels(spec, operands) else None
-    return backward_pass.backward(spec, operands, residuals, cotangents, config=config, queries_config=queries)
+    call = functools.partial(backward_pass.backward, spec, config=config, queries_config=queries)
+    return _varying(_mapped(call, operands)(operands, residuals, cotangents), operands)
+
+
+def _mapped(call: Callable[..., Any], operands: Operands) -> Callable[..., Any]:
+    """vmap of a call whose arrays `kernels/tma.py` copies: one instance after the other, as it takes no part of an
+    array. All others Pallas maps itself."""
+    shapes = operands.shapes
+    rows, columns = (shapes.q_len, shapes.kv_len), (shapes.head_dim, shapes.value_head_dim)
+    tiled = not any(size % ROWS for size in rows) and not any(size % COLUMNS for size in columns)
+    return call if tiled else jax.custom_batching.sequential_vmap(call)
+
+
+def _varying(results: Any, operands: Operands) -> Any:
+    """Inside shard_map, results differ from device to device as the operands do; a kernel does not say so."""
+    axes = varying_axes(operands)
+    return jax.tree.map(lambda array: vary(array, axes), results)
 
 
 @jax.custom_jvp
@@ -87,6 +115,11 @@ def _differentiated_once(arrays: Any) -> Any:
 @_differentiated_once.defjvp
 def _no_second_derivative(*_: Any) -> Any:
     raise NotImplementedError("implementation='sm90' has no second derivatives: take implementation='xla'")
+
+
+def _on_explicit_mesh(array: Any) -> bool:
+    sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
+    return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _function_obstacle(spec: AttentionSpec) -> str | None:

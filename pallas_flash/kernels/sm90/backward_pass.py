@@ -99,7 +99,7 @@ def backward(
     rows = Rows(*prepare_rows(residuals, cotangents, block_q, natural=any_logits(spec, operands)))
     dout = cotangents.out
     if may_hide_rows(spec, operands):
-        rows = rows._replace(lse_log2=_without_junk_rows(rows.lse_log2, dout))
+        rows = rows._replace(lse_log2=_without_junk_rows(rows.lse_log2, residuals.out, dout))
         dout = finite_part(dout)
         operands = operands._replace(q=finite_part(operands.q), k=finite_part(operands.k))
     call = spec, operands, dout, rows, interpret
@@ -110,7 +110,7 @@ def backward(
         p_sink = jnp.exp2((sinks if m is None else sinks - m) * LOG2E - lse_log2)
         dsinks = -jnp.sum(p_sink * delta, axis=(0, 2)).astype(operands.sinks.dtype)
         gradients = gradients._replace(sinks=dsinks)
-    return gradients
+    return gradients._replace(score_mod=(None,) * len(operands.score_mod))
 
 
 def _one_kernel(
@@ -158,16 +158,17 @@ def _two_kernels(
 
 def may_hide_rows(spec: AttentionSpec, operands: Operands) -> bool:
     """Whether rows of q, k or dout may be hidden from all others, as padding is, whose memory may hold anything: in a
-    tile that is hidden in part it is multiplied with 0, and 0 * NaN is NaN. Masks by position alone hide no whole rows
-    except by offsets; they do without copies of q, k and dout."""
+    tile that is hidden in part it is multiplied with 0, and 0 * NaN is NaN. Between as many queries as keys, masks by
+    position alone hide no whole rows without an offset; they do without copies of q, k and dout."""
     by_position = all(isinstance(part, Band | Chunked | PrefixLM) for part in spec.mask)
-    return not by_position or operands.bias is not None or spec.q_offset != 0
+    square = operands.shapes.q_len == operands.shapes.kv_len and spec.q_offset == 0
+    return not by_position or operands.bias is not None or (bool(spec.mask) and not square)
 
 
-def _without_junk_rows(lse_log2: jax.Array, dout: jax.Array) -> jax.Array:
+def _without_junk_rows(lse_log2: jax.Array, out: jax.Array, dout: jax.Array) -> jax.Array:
     """NaN for a row with keys whose cotangents are not finite: so are then the weights that multiply them. NaN in q or
     k is in the log-sum-exp already."""
-    junk = jnp.swapaxes(~jnp.isfinite(dout).all(-1), 1, 2)
+    junk = jnp.swapaxes(~jnp.isfinite(dout).all(-1) & (out != 0).any(-1), 1, 2)  # out is 0 where no key is read
     junk = jnp.pad(junk, ((0, 0), (0, 0), (0, lse_log2.shape[-1] - junk.shape[-1])))
     return jnp.where(junk & (lse_log2 != jnp.inf), jnp.nan, lse_log2)
 
@@ -179,7 +180,7 @@ def prepare_rows(
     sum would lose log2(l)."""
     out, m, l = residuals  # noqa: E741
     dead = l == 0
-    product = out.astype(jnp.float32) * cotangents.out.astype(jnp.float32)
+    product = jnp.where(out == 0, 0, out.astype(jnp.float32) * cotangents.out.astype(jnp.float32))
     delta = jnp.where(dead, 0, jnp.swapaxes(product.sum(-1), 1, 2) - cotangents.lse)
     m = jnp.where(dead, 0, m)
     lse_log2 = jnp.where(dead, jnp.inf, jnp.log2(jnp.where(dead, 1, l)) + (0 if natural else m * LOG2E))

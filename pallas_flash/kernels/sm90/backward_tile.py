@@ -72,7 +72,8 @@ def weights_of(plan: Any, tile: TileScores, scores: jax.Array, rows: Rows, *, ma
         logits, to_log2 = tile.unbiased(scores), LOG2E
         derivative = tile.derivative(scores, logits) if plan.derivative else None
         logits = tile.biased(logits)
-    hidden = logits == -jnp.inf if plan.any_logits else None
+    # A score_mod or a bias may give anything to rows that are not there, or that no key is for.
+    hidden = (logits == -jnp.inf) | (rows.lse_log2 == jnp.inf) if plan.any_logits else None
     if rows.m is not None:
         logits = logits - rows.m
     if to_log2 != 1:

@@ -207,7 +207,7 @@ def _note_readers_of_junk(worker: Worker, step: jax.Array, slot: jax.Array) -> N
         index = dataclasses.replace(index, shape=shape, q_base=q_base, kv_base=kv_base)
         tile = TileScores(plan.spec, work.scores, index, plan.tensor_cores)
         logits = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        logits = tile.logits(logits) if plan.has_bias else logits
+        logits = tile.biased(logits)
         logits = tile.masked(logits, None) if plan.spec.mask else logits
         junk.note_readers(logits > -jnp.inf, buffers.junk, (slot, pl.ds(first, junk.COLUMNS)), work.wg)
 
