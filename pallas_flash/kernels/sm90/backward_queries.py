@@ -30,7 +30,6 @@ from pallas_flash.kernels.sm90.backward_queries_plan import Barriers, Buffers, I
 from pallas_flash.kernels.sm90.backward_tile import Weights, weights_of
 from pallas_flash.kernels.sm90.config import COLUMNS, ROW_UNIT, ROWS, padded_head_dims
 from pallas_flash.kernels.sm90.schedule import WorkItem
-from pallas_flash.kernels.tile_mask import TileIndex
 from pallas_flash.kernels.tile_scores import TileScores
 from pallas_flash.spec import AttentionSpec, Operands
 
@@ -244,7 +243,7 @@ def _step(worker: Worker, step: jax.Array, ds_before: jax.Array | None, *, maske
     if ds_before is not None:
         tensor_cores.start(acc, ds_before, buffers.k.at[k_before])
     scores = tensor_cores.landed(s, pending=pending + 1)
-    tile = TileScores(plan.spec, work.scores, _index(worker, step, masked), tensor_cores)
+    tile = TileScores(plan.spec, work.scores, schedule.tile_index(plan.config, work, step, masked=masked), tensor_cores)
     p, derivative = _weights(worker, tile, scores, masked=masked)
     dp = tensor_cores.landed(dp, pending=pending)
     plgpu.barrier_arrive(barriers.v.consumed.at[v_slot])
@@ -260,19 +259,6 @@ def _step(worker: Worker, step: jax.Array, ds_before: jax.Array | None, *, maske
         return ds
     _add_dq(worker, step, ds)
     return None
-
-
-def _index(worker: Worker, step: jax.Array, masked: bool) -> TileIndex:
-    config, work = worker.plan.config, worker.work
-    return TileIndex(
-        shape=(config.block_q, config.block_kv),
-        batch=work.item.batch,
-        head=work.item.head,
-        q_base=work.q_base,
-        kv_base=schedule.key_block(work.item, step) * config.block_kv,
-        q_offset=work.q_offset,
-        columns_inside=not masked,
-    )
 
 
 def _weights(worker: Worker, tile: TileScores, scores: jax.Array, *, masked: bool) -> Weights:

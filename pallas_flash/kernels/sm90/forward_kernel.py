@@ -28,7 +28,6 @@ from pallas_flash.kernels.sm90 import plan as plan_
 from pallas_flash.kernels.sm90.config import COLUMNS, ROW_UNIT, ROWS, ForwardConfig, padded_head_dims, round_up
 from pallas_flash.kernels.sm90.plan import Barriers, Buffers, Inputs, Plan, Ref, State, Work, Worker
 from pallas_flash.kernels.sm90.schedule import WorkItem
-from pallas_flash.kernels.tile_mask import TileIndex
 from pallas_flash.kernels.tile_scores import TileScores
 from pallas_flash.spec import AttentionSpec, Forward, Operands, Residuals
 
@@ -167,7 +166,7 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
     tensor_cores, units = plan.tensor_cores, plan.units
     last = plan.slot(work.count + step - 1)
     scores = _products(worker, step, state)
-    tile = TileScores(plan.spec, work.scores, _index(worker, step, masked), tensor_cores)
+    tile = TileScores(plan.spec, work.scores, schedule.tile_index(plan.config, work, step, masked=masked), tensor_cores)
     if not plan.raw_scores:
         scores = tile.logits(scores)
     if masked:
@@ -201,7 +200,7 @@ def _note_readers_of_junk(worker: Worker, step: jax.Array, slot: jax.Array) -> N
     def note_columns(part: jax.Array) -> None:
         first = part * junk.COLUMNS
         # The flag is 1, which the compiler does not know: else it keeps the mask's bits from the step, just in case.
-        index = _index(worker, step, masked=True)
+        index = schedule.tile_index(plan.config, work, step, masked=True)
         q_base, kv_base = index.q_base + buffers.junk.found[slot] - 1, index.kv_base + first
         shape = (plan.config.block_q, junk.COLUMNS)
         index = dataclasses.replace(index, shape=shape, q_base=q_base, kv_base=kv_base)
@@ -239,19 +238,6 @@ def _products(worker: Worker, step: jax.Array, state: State | None) -> jax.Array
         is_last = step == item.kv_end - item.kv_start - 1
         pl.when(is_last)(lambda: plgpu.barrier_arrive(barriers.q.consumed.at[wg]))
     return scores
-
-
-def _index(worker: Worker, step: jax.Array, masked: bool) -> TileIndex:
-    config, work = worker.plan.config, worker.work
-    return TileIndex(
-        shape=(config.block_q, config.block_kv),
-        batch=work.item.batch,
-        head=work.item.head,
-        q_base=work.q_base,
-        kv_base=schedule.key_block(work.item, step) * config.block_kv,
-        q_offset=work.q_offset,
-        columns_inside=not masked,
-    )
 
 
 def _finish(plan: Plan, work: Work, stats: softmax.RowStatistics) -> softmax.FinalStatistics:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from pallas_flash import tile_ranges
+from pallas_flash.kernels.tile_mask import TileIndex
 from pallas_flash.masks import Segments
 from pallas_flash.spec import AttentionSpec, Operands, Shapes
 
@@ -155,3 +156,16 @@ def key_block(item: WorkItem, step: jax.Array) -> jax.Array:
 def first_unmasked(item: WorkItem) -> jax.Array:
     """The first step whose keys need no mask; step 0 is done as if they did."""
     return jnp.maximum(item.kv_end - item.kv_start - (item.full_end - item.full_start), 1)
+
+
+def tile_index(config: Any, work: Any, step: jax.Array, *, masked: bool) -> TileIndex:
+    """Of the tile of a step, with queries as rows. work: an item as one warpgroup sees it."""
+    return TileIndex(
+        shape=(config.block_q, config.block_kv),
+        batch=work.item.batch,
+        head=work.item.head,
+        q_base=work.q_base,
+        kv_base=key_block(work.item, step) * config.block_kv,
+        q_offset=work.q_offset,
+        columns_inside=not masked,
+    )
