@@ -13,6 +13,9 @@ from pallas_flash.benchmarks.programs import Program
 from pallas_flash.benchmarks.timing import Samples
 
 
+LOST_IN_NOISE = "the difference of two times is lost in their noise"
+
+
 @dataclasses.dataclass
 class Measured:
     """One program of one implementation on the way to its rows. failure: why it has no time."""
@@ -45,7 +48,7 @@ def make(workload: Workload, passed: str, parts: list[Measured], ceilings: dict[
         failure = "interrupted"
     times = _times(parts) if failure is None else {}
     if times and times["ms"]["median"] <= 0:
-        failure = "the difference of two times is lost in their noise"
+        failure = LOST_IN_NOISE
     row = {
         "workload": workload.name,
         "implementation": first.peer.name,
