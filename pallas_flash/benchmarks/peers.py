@@ -29,11 +29,13 @@ Attend = Callable[[Array, Array, Array, Packing | None], Array]
 class Peer:
     """attend: None for PyTorch, which has a process of its own. backward_alone: its backward pass can be a program of
     its own, which takes what the forward pass saved. Plain autodiff saves so much that as a program of its own it would
-    be another program: there, backward = (forward + backward) - forward."""
+    be another program: there, backward = (forward + backward) - forward. tile: queries and keys of the tile that is
+    forced, where one is (tiles.py)."""
 
     name: str
     attend: Callable[[Workload], Attend] | None
     backward_alone: bool = True
+    tile: tuple[int, int] | None = None
 
 
 def all_peers() -> tuple[Peer, ...]:

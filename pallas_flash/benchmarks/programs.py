@@ -25,7 +25,13 @@ class Program(NamedTuple):
     arguments: list[tuple[Any, ...]]
     results: Callable[[Any], Results]  # of what the program returns
     temp_bytes: int | None = None
+    argument_bytes: int = 0
     output_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of device memory while it runs: arguments, results and what is temporary."""
+        return None if self.temp_bytes is None else self.temp_bytes + self.argument_bytes + self.output_bytes
 
     def run(self) -> Results:
         """The results for the first arguments."""
@@ -98,7 +104,8 @@ def _finish(lowered: Any, arguments: list[tuple[Any, ...]], results: Callable[[A
     memory = compiled.memory_analysis()
     if memory is None:
         return Program(compiled, arguments, results)
-    return Program(compiled, arguments, results, memory.temp_size_in_bytes, memory.output_size_in_bytes)
+    sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
+    return Program(compiled, arguments, results, *sizes)
 
 
 def _finish_backward(saving: Any, backward: Any, arguments: list[tuple[Any, ...]]) -> Program:
@@ -112,9 +119,11 @@ def _results(out: Any, gradients: tuple[Any, Any, Any]) -> Results:
     return Results(out, dq, dk, dv)
 
 
-def compile_program(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> Program:
-    """Of a function that is no attention: a program without results to check."""
-    return _finish(jax.jit(function).lower(*arguments[0]), arguments, lambda _: Results())
+def compile_program(
+    function: Callable[..., Any], arguments: list[tuple[Any, ...]], options: dict[str, Any] | None = None
+) -> Program:
+    """Of a function that is no attention: a program without results to check. options: of the compiler."""
+    return _finish(jax.jit(function, compiler_options=options).lower(*arguments[0]), arguments, lambda _: Results())
 
 
 def reason(error: BaseException) -> str:

@@ -22,12 +22,12 @@ ROOT = Path(__file__).parent
 class ResultsFile:
     """A new file in a folder, named by the time; `write` replaces its content in one move."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, kind: str = "benchmarks"):
         folder.mkdir(parents=True, exist_ok=True)
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         number = 1
         while True:
-            self.path = folder / f"benchmarks-{stamp}{'' if number == 1 else f'-{number}'}.json"
+            self.path = folder / f"{kind}-{stamp}{'' if number == 1 else f'-{number}'}.json"
             try:
                 self.path.touch(exist_ok=False)  # two runs started at once never share a file
                 return
@@ -60,7 +60,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not readable as the results of a run ({error})") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"{path}: not the results of a run of this version (schema {SCHEMA})")
-    return content
+    return {"kind": "benchmarks", **content}
 
 
 def environment() -> dict[str, Any]:

@@ -130,7 +130,8 @@ def _prepare(measured: list[Measured], workload: Workload, timer: Timer) -> chec
 
     def finish(each: Measured, compiling: Callable[[], Program]) -> None:
         each.program = attempt(each, compiling)
-        each.temp_bytes = each.program.temp_bytes if each.program is not None else None
+        if each.program is not None:
+            each.temp_bytes, each.peak_bytes = each.program.temp_bytes, each.program.peak_bytes
 
     try:
         count = programs.number_of_sets(workload, rotate=timer.on_gpu)
@@ -173,7 +174,7 @@ def _measure_torch(measured: list[Measured], workload: Workload, calls: int) -> 
     for each in measured:
         found = answers[each.kind]
         each.samples = Samples(found["ms"], note=torch_sdpa.NOTE, device_clock="cuda events")
-        each.temp_bytes = found["temp_bytes"]
+        each.temp_bytes, each.peak_bytes = found["temp_bytes"], found["peak_bytes"]
         each.judge(found["errors"], workload)
 
 
