@@ -1,8 +1,10 @@
 """NaN and Inf in values that a mask hides.
 
-A tile that is hidden in part is multiplied as a whole, with weights of 0 where it is hidden, and 0 * NaN is NaN. So the
-warpgroup that copies looks through the values of such tiles. It replaces what is not finite by 0 and notes the rows;
-the warpgroups that compute note which queries do take part with such a row, and give those NaN.
+A tile that is hidden in part is multiplied as a whole, with weights of 0 where it is hidden, and 0 * NaN is NaN. Hardly
+any call has such values, so none pays for them: a CTA notes whether an output of its is not finite, and if one is, it
+works through all its tiles once more. Then the warpgroup that copies looks through the values of the tiles that are
+hidden in part. It replaces what is not finite by 0 and notes the rows; the warpgroups that compute note which queries
+do take part with such a row, and give those NaN.
 """
 
 from __future__ import annotations
@@ -29,12 +31,32 @@ class Junk(NamedTuple):
     found: Ref  # int32 [slots], whether there is any
     rows: Ref  # float32 [slots, rows], NaN for a row with any, else 0; only where some was found
     readers: Ref  # float32 [warpgroups, queries], NaN for a query that takes part with such a row, else 0
+    suspects: Ref  # int32 [warpgroups], whether an output of the warpgroup's is not finite
 
 
 def scratch(slots: int, rows: int, wgs: int) -> Junk:
-    return Junk(
-        plgpu.SMEM((slots,), jnp.int32), plgpu.SMEM((slots, rows), jnp.float32), plgpu.SMEM((wgs, ROWS), jnp.float32)
-    )
+    flags = lambda count: plgpu.SMEM((count,), jnp.int32)  # noqa: E731
+    numbers = lambda *shape: plgpu.SMEM(shape, jnp.float32)  # noqa: E731
+    return Junk(flags(slots), numbers(slots, rows), numbers(wgs, ROWS), flags(wgs))
+
+
+def trust(junk: Junk, wg: jax.Array) -> None:
+    """Before a warpgroup's first queries."""
+    junk.suspects[wg] = jnp.int32(0)
+    plgpu.commit_smem()  # before some warp finds an output that is not finite
+
+
+def inspect(out: jax.Array, junk: Junk, wg: jax.Array, tensor_cores: matmul.TensorCores) -> None:
+    """Note whether the sums of a query tile, [queries, head_dim], are not finite. That they are so large that their sum
+    overflows makes work, but nothing wrong."""
+    suspicious = tensor_cores.any(softmax.fold(jnp.add, out) * 0 != 0)
+    pl.when(suspicious)(lambda: _set(junk.suspects, wg))
+
+
+def is_suspected(junk: Junk) -> jax.Array:
+    """Whether any warpgroup of the CTA found something; after all have ended and told so."""
+    flags = [junk.suspects[wg] for wg in range(junk.suspects.shape[0])]
+    return functools.reduce(jnp.bitwise_or, flags) != 0
 
 
 def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, tensor_cores: matmul.TensorCores) -> None:

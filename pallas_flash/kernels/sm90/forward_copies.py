@@ -52,8 +52,8 @@ def copy_warpgroup(plan: Plan, inputs: Inputs, buffers: Buffers, barriers: Barri
             )
         steps = item.kv_end - item.kv_start
 
-        if plan.hides_values(masked=True):
-            to_clean = steps if plan.hides_values(masked=False) else schedule.first_unmasked(item)
+        if plan.cleans:
+            to_clean = steps if plan.hides_values_anywhere else schedule.first_unmasked(item)
             land_v = functools.partial(copy_block, inputs.v, buffers.v, barriers.v._replace(produced=barriers.v_landed))
             _copy_and_clean(steps, to_clean, (copy_k, copy_v), (land_v, clean_v))
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,12 +80,29 @@ def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers, ba
     @pl.when(wg < config.compute_wgs)
     def _compute() -> None:
         plgpu.set_max_registers(config.compute_registers, action="increase")
-        _compute_warpgroup(plan, inputs, outputs, buffers, barriers, wg)
+        compute = lambda plan: _compute_warpgroup(plan, inputs, outputs, buffers, barriers, wg)  # noqa: E731
+        if buffers.junk is not None:
+            junk.trust(buffers.junk, wg)
+        compute(plan)
+        if barriers.inspected is not None:
+            plgpu.barrier_arrive(barriers.inspected)
+        _once_more_if_suspected(plan, buffers, barriers, compute)
 
     @pl.when(wg == config.compute_wgs)
     def _copy() -> None:
         plgpu.set_max_registers(config.copy_registers, action="decrease")
-        forward_copies.copy_warpgroup(plan, inputs, buffers, barriers)
+        copy = lambda plan: forward_copies.copy_warpgroup(plan, inputs, buffers, barriers)  # noqa: E731
+        copy(plan)
+        _once_more_if_suspected(plan, buffers, barriers, copy)
+
+
+def _once_more_if_suspected(plan: Plan, buffers: Buffers, barriers: Barriers, one_pass: Callable[[Plan], None]) -> None:
+    """All warpgroups of a CTA decide alike: its tiles again, now with the values cleaned."""
+    if barriers.inspected is None or buffers.junk is None:
+        return
+    plgpu.barrier_wait(barriers.inspected)
+    again = functools.partial(one_pass, dataclasses.replace(plan, cleans=True))
+    pl.when(junk.is_suspected(buffers.junk))(again)
 
 
 def _compute_warpgroup(
@@ -141,15 +159,16 @@ def _attend(worker: Worker) -> tuple[jax.Array, softmax.RowStatistics]:
     steps = item.kv_end - item.kv_start
     step = functools.partial(_step, worker)
 
-    if buffers.junk is not None:
+    if plan.cleans:
         junk.forget(buffers.junk, work.wg)
     plgpu.barrier_wait(barriers.q.produced.at[work.wg])
     state = step(jnp.int32(0), None, masked=plan.some_masked)
     first_unmasked: Any = 1
-    if plan.some_masked:
-        first_unmasked = schedule.first_unmasked(item)
+    if plan.some_masked:  # in the second pass all are done as if they were: it is rare, and programs stay smaller
+        first_unmasked = steps if plan.cleans else schedule.first_unmasked(item)
         state = lax.fori_loop(1, first_unmasked, functools.partial(step, masked=True), state)
-    state = lax.fori_loop(first_unmasked, steps, functools.partial(step, masked=False), state)
+    if not (plan.some_masked and plan.cleans):
+        state = lax.fori_loop(first_unmasked, steps, functools.partial(step, masked=False), state)
 
     last = plan.slot(work.count + steps - 1)
     plgpu.barrier_wait(barriers.v.produced.at[last])
@@ -194,7 +213,7 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
 def _note_readers_of_junk(worker: Worker, step: jax.Array, slot: jax.Array) -> None:
     """Queries that take part with a key of this step whose values are not finite, before its slot is free again."""
     plan, buffers, _, work, _ = worker
-    if not plan.hides_values(masked=True):
+    if not plan.cleans:
         return
 
     def note_columns(part: jax.Array) -> None:
@@ -212,7 +231,7 @@ def _note_readers_of_junk(worker: Worker, step: jax.Array, slot: jax.Array) -> N
 
     note = lambda: pl.loop(0, plan.config.block_kv // junk.COLUMNS)(note_columns)  # noqa: E731
     check = lambda: pl.when(buffers.junk.found[slot] != 0)(note)  # noqa: E731
-    if plan.hides_values(masked=False):
+    if plan.hides_values_anywhere:
         check()
     else:
         pl.when(step < schedule.first_unmasked(work.item))(check)
@@ -285,8 +304,10 @@ def _store_tile(
     out_smem = (buffers.q if buffers.out is None else buffers.out).at[wg]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's
     normalizer = stats.normalizer
-    if buffers.junk is not None:
+    if plan.cleans:
         normalizer += junk.of_readers(buffers.junk, wg)
+    elif buffers.junk is not None:
+        junk.inspect(out, buffers.junk, wg, plan.tensor_cores)
     out_smem[...] = (out * softmax.rows_like(normalizer, out)).astype(plan.dtype)
     buffers.m[wg] = stats.m
     buffers.l[wg] = stats.l
