@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_flash import masks
-from pallas_flash.kernels.sm90 import schedule
+from pallas_flash.kernels import schedule
 from pallas_flash.kernels.sm90.config import ForwardConfig
 from pallas_flash.spec import AttentionSpec, Operands
 

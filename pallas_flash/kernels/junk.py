@@ -9,6 +9,7 @@ do take part with such a row, and give those NaN.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels import matmul, softmax
+from pallas_flash.kernels import softmax
+from pallas_flash.kernels.elements import Elements
+from pallas_flash.kernels.tile_scores import TileScores
 
 Ref = Any
 COLUMNS = 16  # of scores that are looked at together
@@ -34,22 +37,23 @@ class Junk(NamedTuple):
     suspects: Ref  # int32 [warpgroups], whether an output of the warpgroup's is not finite
 
 
-def scratch(slots: int, rows: int, wgs: int) -> Junk:
+def scratch(slots: int, rows: int, wgs: int, queries: int) -> Junk:
+    """queries: of each warpgroup."""
     flags = lambda count: plgpu.SMEM((count,), jnp.int32)  # noqa: E731
     numbers = lambda *shape: plgpu.SMEM(shape, jnp.float32)  # noqa: E731
-    return Junk(flags(slots), numbers(slots, rows), numbers(wgs, ROWS), flags(wgs))
+    return Junk(flags(slots), numbers(slots, rows), numbers(wgs, queries), flags(wgs))
 
 
-def trust(junk: Junk, wg: jax.Array) -> None:
+def trust(junk: Junk, wg: Any, elements: Elements) -> None:
     """Before a warpgroup's first queries."""
     junk.suspects[wg] = jnp.int32(0)
-    plgpu.commit_smem()  # before some warp finds an output that is not finite
+    elements.commit()  # before some warp finds an output that is not finite
 
 
-def inspect(out: jax.Array, junk: Junk, wg: jax.Array, tensor_cores: matmul.TensorCores) -> None:
+def inspect(out: jax.Array, junk: Junk, wg: Any, elements: Elements) -> None:
     """Note whether the sums of a query tile, [queries, head_dim], are not finite. That they are so large that their sum
     overflows makes work, but nothing wrong."""
-    suspicious = tensor_cores.any(softmax.fold(jnp.add, out) * 0 != 0)
+    suspicious = elements.any(softmax.fold(jnp.add, out) * 0 != 0)
     pl.when(suspicious)(lambda: _set(junk.suspects, wg))
 
 
@@ -59,54 +63,66 @@ def is_suspected(junk: Junk) -> jax.Array:
     return functools.reduce(jnp.bitwise_or, flags) != 0
 
 
-def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, tensor_cores: matmul.TensorCores) -> None:
+def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, elements: Elements) -> None:
     """Make values[slot], [rows, head_dim], finite and say in `junk` which rows were not. Reads `columns` at a time."""
     rows, head_dim = values.shape[1:]
     starts = [*range(0, rows - ROWS + 1, ROWS), *([rows - ROWS] if rows % ROWS else [])]
     at = lambda start, column: values.at[slot, pl.ds(start, ROWS), pl.ds(column, columns)]  # noqa: E731
     junk.found[slot] = jnp.int32(0)
-    plgpu.commit_smem()  # before some warp finds junk
+    elements.commit()  # before some warp finds junk
     for start in starts:  # in 16 bits: two elements an instruction
         parts = (at(start, column)[...] for column in range(0, head_dim, columns))
         tiles = (plgpu.layout_cast(part, plgpu.Layout.WGMMA) for part in parts)
         nothing = functools.reduce(jnp.add, (softmax.fold(jnp.add, tile * 0) for tile in tiles))
-        some = tensor_cores.any(nothing.astype(jnp.float32) != 0)  # NaN is
+        some = elements.any(nothing.astype(jnp.float32) != 0)  # NaN is
         pl.when(some)(lambda: _set(junk.found, slot))
-    plgpu.commit_smem()
+    elements.commit()
 
     @pl.when(junk.found[slot] != 0)
     def _() -> None:
         for start in starts:
-            bad = _nothing()
+            bad = _nothing(ROWS)
             for column in range(0, head_dim, columns):
                 tile = _load(at(start, column))
                 bad += _poison(tile)
                 at(start, column)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
             junk.rows[slot, pl.ds(start, ROWS)] = bad
-        plgpu.commit_smem()
+        elements.commit()
 
 
-def forget(junk: Junk, wg: jax.Array) -> None:
+def forget(junk: Junk, wg: Any, elements: Elements) -> None:
     """Before a warpgroup's next queries."""
-    junk.readers[wg] = _nothing()
-    plgpu.commit_smem()
+    junk.readers[wg] = _nothing(junk.readers.shape[1])
+    elements.commit()
 
 
-def note_readers(takes_part: jax.Array, junk: Junk, keys: tuple[Any, Any], wg: jax.Array) -> None:
-    """takes_part: bool [queries, keys] of a tile. keys: slot and rows of its values."""
-    rows = plgpu.layout_cast(junk.rows[keys], plgpu.Layout.WGMMA.reduce(0))
-    read = jnp.where(takes_part, lax.broadcast_in_dim(rows, takes_part.shape, (1,)), 0.0)
-    junk.readers[wg] = of_readers(junk, wg) + read.sum(axis=1)
-    plgpu.commit_smem()
+def note_readers(tile: TileScores, junk: Junk, slot: Any, wg: Any) -> None:
+    """Where junk was found in values[slot], note which queries of the tile take part with it."""
+    rows, keys = tile.index.shape
+
+    def note_columns(part: jax.Array) -> None:
+        first = part * COLUMNS
+        # The flag is 1, which the compiler does not know: else it keeps the mask's bits from the step, just in case.
+        q_base, kv_base = tile.index.q_base + junk.found[slot] - 1, tile.index.kv_base + first
+        index = dataclasses.replace(tile.index, shape=(rows, COLUMNS), q_base=q_base, kv_base=kv_base)
+        part_of_tile = tile._replace(index=index)
+        logits = part_of_tile.biased(plgpu.layout_cast(jnp.zeros(index.shape, jnp.float32), plgpu.Layout.WGMMA))
+        logits = part_of_tile.masked(logits, None) if tile.spec.mask else logits
+        bad = plgpu.layout_cast(junk.rows[slot, pl.ds(first, COLUMNS)], plgpu.Layout.WGMMA.reduce(0))
+        read = jnp.where(logits > -jnp.inf, lax.broadcast_in_dim(bad, index.shape, (1,)), 0.0)
+        junk.readers[wg] = of_readers(junk, wg) + read.sum(axis=1)
+        tile.elements.commit()
+
+    pl.when(junk.found[slot] != 0)(lambda: pl.loop(0, keys // COLUMNS)(note_columns))
 
 
-def of_readers(junk: Junk, wg: jax.Array) -> jax.Array:
+def of_readers(junk: Junk, wg: Any) -> jax.Array:
     """NaN for each of the warpgroup's queries that takes part with junk, else 0."""
     return plgpu.layout_cast(junk.readers[wg], plgpu.Layout.WGMMA.reduce(1))
 
 
-def _nothing() -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+def _nothing(rows: int) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
 
 def _load(tile: Ref) -> jax.Array:

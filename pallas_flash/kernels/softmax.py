@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.spec import LN2, LOG2E
+from pallas_flash.spec import LN2, LOG2E, AttentionSpec
 
 # Where the running maximum starts: a finite number, so that exp2(-inf - m) = 0 in a row with no key so far, with no
 # guard against NaN; and the smallest one, so that a row whose logits are all of this size still has weights.
@@ -39,6 +39,19 @@ class Units(NamedTuple):
 
     def natural(self, values: jax.Array) -> jax.Array:
         return values if self.to_log2 == LOG2E else values * (self.to_log2 * LN2)
+
+
+def takes_raw_scores(spec: AttentionSpec, *, any_logits: bool) -> bool:
+    """Whether the softmax works on q.k itself, with the scale folded into its exponent: a monotonic map."""
+    return spec.scale is not None and spec.scale > 0 and spec.soft_cap is None and not any_logits
+
+
+def units_of(spec: AttentionSpec, *, any_logits: bool) -> Units:
+    """Of the row maxima. any_logits: they may be as large as float32 goes."""
+    if any_logits:
+        return Units(1.0, LOG2E)
+    raw = takes_raw_scores(spec, any_logits=any_logits)
+    return Units(spec.scale * LOG2E if raw and spec.scale is not None else LOG2E)
 
 
 COLUMNS = 8  # of a tile that each thread holds two neighbouring elements a row of
@@ -101,6 +114,17 @@ def soft_cap(scores: jax.Array, cap: float) -> jax.Array:
     return jnp.where(jnp.abs(ratio) < 0.1, series, cap - 2 * cap / (1 + jnp.exp2(ratio * (2 * LOG2E))))
 
 
+def rescaled(rescale: jax.Array, log2_alpha: jax.Array, out: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What was summed up under the old shift, under the new one."""
+
+    def scaled(*values: jax.Array) -> tuple[jax.Array, ...]:
+        alpha = jnp.exp2(log2_alpha)
+        return tuple(value * rows_like(alpha, value) for value in values)
+
+    out, sums = lax.cond(rescale, scaled, lambda *values: values, out, sums)
+    return out, sums
+
+
 class FinalStatistics(NamedTuple):
     """m in natural units and l, as in `spec.Residuals`, and what normalises the accumulator; 0 in a row with no key."""
 
@@ -130,3 +154,16 @@ def finish_with_sink(stats: RowTotals, units: Units, sink: jax.Array) -> FinalSt
         l=l,
         normalizer=jnp.where(l > 0, alpha / l, 0.0),
     )
+
+
+def finish_as(spec: AttentionSpec, stats: RowTotals, units: Units, sink: jax.Array | None) -> FinalStatistics:
+    """As a call says. Its kernel takes the maximum of the keys' logits from m, if that is asked for, and only then adds
+    the sink to m."""
+    if sink is None:
+        final = finish(stats, units)
+    else:
+        final = finish_with_sink(stats, units, sink)
+        if not spec.return_max_logit:
+            final = final._replace(m=jnp.maximum(final.m, sink))
+    keep = 1 - spec.dropout_rate
+    return final if keep == 1 else final._replace(normalizer=final.normalizer / keep)

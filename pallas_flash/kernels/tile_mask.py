@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels.matmul import Span
+from pallas_flash.kernels.elements import Span
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_flash import dropout, masks
 from pallas_flash.kernels import softmax, tile_function
-from pallas_flash.kernels.matmul import TensorCores
+from pallas_flash.kernels.elements import Elements
 from pallas_flash.kernels.tile_mask import TileIndex
 from pallas_flash.spec import AttentionSpec, Operands
 
@@ -61,7 +61,7 @@ class TileScores(NamedTuple):
     spec: AttentionSpec
     operands: ScoreOperands
     index: TileIndex
-    tensor_cores: TensorCores
+    elements: Elements
 
     def logits(self, scores: jax.Array) -> jax.Array:
         """soft_cap(score_mod(scale * q.k)) + bias, in natural units, of scores = q.k."""
@@ -119,9 +119,9 @@ class TileScores(NamedTuple):
         target = total.at[batch, head]
         if len(total.shape) == 4:
             assert not index.transposed, "only a tile with queries as rows stands in memory as it does in registers"
-            self.tensor_cores.add(target, starts, dlogits)
+            self.elements.add(target, starts, dlogits)
         else:
-            self.tensor_cores.add(target, starts[:1], dlogits.sum(axis=1))
+            self.elements.add(target, starts[:1], dlogits.sum(axis=1))
 
     def _allowed(self, part: masks.Part, arrays: tuple[Any, ...]) -> jax.Array:
         index = self.index
@@ -129,7 +129,7 @@ class TileScores(NamedTuple):
             case masks.Segments():
                 axes = (index.q_axis, index.kv_axis)
                 q_ids, kv_ids = (
-                    index.spread(self.tensor_cores.take(ids.at[index.batch], (index.span(axis, ids.shape[1]),)), axis)
+                    index.spread(self.elements.take(ids.at[index.batch], (index.span(axis, ids.shape[1]),)), axis)
                     for ids, axis in zip(arrays, axes, strict=True)
                 )
                 return q_ids == kv_ids
@@ -147,7 +147,7 @@ class TileScores(NamedTuple):
         spans = [index.span(axis, length) if length > 1 else None for axis, length in axes]
         part = array.at[(batch, head, *(0 if span is None else slice(None) for span in spans))]
         spans = tuple(span for span in spans if span is not None)
-        value = self.tensor_cores.take(part, spans) if spans else part[...]
+        value = self.elements.take(part, spans) if spans else part[...]
         return lax.broadcast_in_dim(value, index.shape, tuple(sorted(span.axis for span in spans)))
 
     def _call(self, function: Any, captures: tuple[Ref, ...], *first: Any) -> jax.Array:
@@ -158,4 +158,4 @@ class TileScores(NamedTuple):
 
     def _read(self, source: Ref, place: tuple[Any, ...]) -> jax.Array:
         tiles = any(jnp.ndim(x) for x in place)
-        return self.tensor_cores.gather(source, place) if tiles else source[place]
+        return self.elements.gather(source, place) if tiles else source[place]

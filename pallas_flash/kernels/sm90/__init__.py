@@ -20,49 +20,24 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_flash import xla
-from pallas_flash.kernels import tile_function
+from pallas_flash.kernels import support
+from pallas_flash.kernels.sizes import COLUMNS, ROWS, padded_head_dims
 from pallas_flash.kernels.sm90 import backward_pass
-from pallas_flash.kernels.sm90.config import (
-    COLUMNS,
-    MAX_SHARED_BYTES,
-    MIN_MASKED_BLOCK,
-    ROWS,
-    ForwardConfig,
-    padded_head_dims,
-)
-from pallas_flash.masks import Dense, Predicate, Segments
-from pallas_flash.spec import AttentionSpec, Cotangents, Forward, Gradients, Operands, Residuals, vary, varying_axes
+from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, MIN_MASKED_BLOCK, ForwardConfig
+from pallas_flash.spec import AttentionSpec, Cotangents, Forward, Gradients, Operands, Residuals
 from pallas_flash.tuning import cache
 
 NAME = "sm90"
-MAX_HEAD_DIM = 256
-MAX_ROWS = 2**31  # of all batch elements and heads: row statistics with larger offsets have not been proven right
+mask_class = support.mask_class
 
 
 def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
-    shapes = operands.shapes
-    if operands.q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it computes in bfloat16 and float16, not {operands.q.dtype}"
-    if max(shapes.head_dim, shapes.value_head_dim) > MAX_HEAD_DIM:
-        return f"head dims {shapes.head_dim} and {shapes.value_head_dim}: it holds up to {MAX_HEAD_DIM}"
-    if 0 in shapes:
-        return f"an empty operand: {shapes}"
-    if shapes.batch * shapes.num_q_heads * shapes.q_len >= MAX_ROWS:
-        return f"batch * heads * queries must stay below {MAX_ROWS}: {shapes}"
-    if _on_explicit_mesh(operands.q):
-        return "arrays on a mesh with explicit axes: call it inside shard_map"
-    if spec.precision not in (None, jax.lax.Precision.DEFAULT, "default", "fastest"):
-        return f"precision={spec.precision}: it rounds the softmax weights to {operands.q.dtype}"
-    if (obstacle := _function_obstacle(spec)) is not None:
-        return obstacle
-    for name in ("bias", "score_mod", "mask"):
-        for array in jax.tree.leaves(getattr(operands, name)):
-            if array.dtype.name not in tile_function.STORED:
-                return f"{name} has an array of {array.dtype}, which it does not read"
+    if (reason := support.refused(spec, operands)) is not None:
+        return reason
     if not forward_config(spec, operands):
+        shapes = operands.shapes
         return f"no tiles for head dims {shapes.head_dim} and {shapes.value_head_dim}"
     return None
 
@@ -76,20 +51,20 @@ def forward(
     config = config or forward_config(spec, operands)
     assert config is not None, "unsupported() refuses what has no tiles"
     call = functools.partial(run, spec, config=config, interpret=interpret)
-    return _varying(_mapped(call, operands)(_differentiated_once(operands)), operands)
+    return support.varying(_mapped(call, operands)(support.differentiated_once(operands, NAME)), operands)
 
 
 def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Gradients:
     """By the kernels; what they cannot compute, as `xla` does."""
-    operands, residuals, cotangents = _differentiated_once((operands, residuals, cotangents))
-    kind = mask_class(spec, operands)
+    operands, residuals, cotangents = support.differentiated_once((operands, residuals, cotangents), NAME)
+    kind = support.mask_class(spec, operands)
     if backward_pass.obstacle(spec, operands, kind) is not None:
         return xla.backward(spec, operands, residuals, cotangents)
     config = backward_pass.tuned_config(spec, operands, kind)
     assert config is not None, "obstacle() names what has no tiles"
     queries = backward_pass.tuned_queries_config(operands, kind) if backward_pass.two_kernels(spec, operands) else None
     call = functools.partial(backward_pass.backward, spec, config=config, queries_config=queries)
-    return _varying(_mapped(call, operands)(operands, residuals, cotangents), operands)
+    return support.varying(_mapped(call, operands)(operands, residuals, cotangents), operands)
 
 
 def _mapped(call: Callable[..., Any], operands: Operands) -> Callable[..., Any]:
@@ -101,40 +76,10 @@ def _mapped(call: Callable[..., Any], operands: Operands) -> Callable[..., Any]:
     return call if tiled else jax.custom_batching.sequential_vmap(call)
 
 
-def _varying(results: Any, operands: Operands) -> Any:
-    """Inside shard_map, results differ from device to device as the operands do; a kernel does not say so."""
-    axes = varying_axes(operands)
-    return jax.tree.map(lambda array: vary(array, axes), results)
-
-
-@jax.custom_jvp
-def _differentiated_once(arrays: Any) -> Any:
-    return arrays
-
-
-@_differentiated_once.defjvp
-def _no_second_derivative(*_: Any) -> Any:
-    raise NotImplementedError("implementation='sm90' has no second derivatives: take implementation='xla'")
-
-
-def _on_explicit_mesh(array: Any) -> bool:
-    sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
-    return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-
-
-def _function_obstacle(spec: AttentionSpec) -> str | None:
-    functions = [("score_mod", spec.score_mod)] if spec.score_mod is not None else []
-    functions += [("masks.predicate", part.function) for part in spec.mask if isinstance(part, Predicate)]
-    for name, function in functions:
-        if (obstacle := tile_function.obstacle(function)) is not None:
-            return f"{name} uses {obstacle}, which the kernel cannot compute"
-    return None
-
-
 def forward_config(spec: AttentionSpec, operands: Operands) -> ForwardConfig | None:
     """The tuned entry of the nearest case that fits."""
     shapes = operands.shapes
-    case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, mask_class(spec, operands))
+    case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, support.mask_class(spec, operands))
     configs = (ForwardConfig(**entry) for entry in cache.nearest("sm90_forward", case))
     return next((config for config in configs if forward_fits(config, spec, operands)), None)
 
@@ -147,13 +92,3 @@ def forward_fits(config: ForwardConfig, spec: AttentionSpec, operands: Operands)
     cleanable = not hides or config.block_kv >= MIN_MASKED_BLOCK
     needed = config.shared_bytes(*padded_head_dims(shapes), operands.q.dtype.itemsize, hides_values=hides)
     return same_buffer and cleanable and needed <= MAX_SHARED_BYTES
-
-
-def mask_class(spec: AttentionSpec, operands: Operands) -> str:
-    """general: several features each need registers for every element of a tile beside its score. Smaller tiles then
-    keep the loop over keys free of spills; one such feature fits the tiles of the other classes."""
-    demanding = [part for part in spec.mask if isinstance(part, Dense | Predicate | Segments)]
-    demanding += [x for x in (operands.bias, spec.score_mod, operands.dropout_key) if x is not None]
-    if len(demanding) > 1:
-        return "general"
-    return "causal" if spec.mask else "full"

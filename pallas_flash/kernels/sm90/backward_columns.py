@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.kernels.backward_weights import times
 from pallas_flash.kernels.sm90 import backward_tile as tile_
 from pallas_flash.kernels.sm90.backward_config import BLOCK
 from pallas_flash.kernels.sm90.backward_plan import Block, Ref, Worker
@@ -78,7 +79,7 @@ def _make_weights(worker: Worker, block: Block) -> None:
     kept = lax.optimization_barrier(tile.kept(p).astype(plan.dtype))
     buffers.p[block.parity] = kept
     if buffers.slopes is not None:
-        slopes = p if derivative is None else tile_.times(p, derivative)
+        slopes = p if derivative is None else times(p, derivative)
         buffers.slopes[...] = slopes.astype(plan.slopes_dtype)
     tile_.meet(worker.refs)
     plgpu.barrier_wait(barriers.dout.produced.at[block.dout_slot])

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_flash.kernels.sm90.config import BARRIER_BYTES, BUFFER_ALIGNMENT, round_up
+from pallas_flash.kernels.sizes import round_up
+from pallas_flash.kernels.sm90.config import BARRIER_BYTES, BUFFER_ALIGNMENT
 
 BLOCK = 64  # rows of the products of one compute warpgroup
 COMPUTE_WGS = 2

@@ -22,11 +22,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.kernels import backward_schedule as schedule
 from pallas_flash.kernels import barriers as bar
 from pallas_flash.kernels import matmul, tile_scores
+from pallas_flash.kernels.backward_rows import Rows
+from pallas_flash.kernels.backward_schedule import WorkItem
+from pallas_flash.kernels.sizes import ROWS
 from pallas_flash.kernels.sm90 import backward_columns, backward_keys
 from pallas_flash.kernels.sm90 import backward_plan as plan_
-from pallas_flash.kernels.sm90 import backward_schedule as schedule
 from pallas_flash.kernels.sm90.backward_config import BLOCK, COMPUTE_WGS, BackwardConfig
 from pallas_flash.kernels.sm90.backward_plan import (
     Barriers,
@@ -37,12 +40,9 @@ from pallas_flash.kernels.sm90.backward_plan import (
     Plan,
     Ref,
     Refs,
-    Rows,
     Work,
     Worker,
 )
-from pallas_flash.kernels.sm90.backward_schedule import WorkItem
-from pallas_flash.kernels.sm90.config import ROWS
 from pallas_flash.kernels.tile_scores import ScoreOperands
 from pallas_flash.spec import AttentionSpec, Operands
 

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.kernels.backward_weights import times
 from pallas_flash.kernels.sm90 import backward_tile as tile_
 from pallas_flash.kernels.sm90.backward_config import BLOCK
 from pallas_flash.kernels.sm90.backward_plan import Block, Ref, Worker
@@ -70,7 +71,7 @@ def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
         delta = tile_.load_columns(block.at(buffers.rows.delta, delta_slot))
         ds = tile_.dlogits(worker, block, tile, p, tensor_cores.load(dp, pending=0), delta)
         if derivative is not None:
-            ds = tile_.times(ds, derivative)
+            ds = times(ds, derivative)
         return lax.optimization_barrier((tile.kept(p).astype(plan.dtype), ds.astype(plan.dtype)))
 
     # Waits come before an accumulator's scope: where the product follows at once, its zeros need no instructions.

@@ -12,20 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
 from pallas_flash.kernels import matmul, memory
+from pallas_flash.kernels.backward_rows import Rows
+from pallas_flash.kernels.backward_schedule import WorkItem
 from pallas_flash.kernels.sm90.backward_config import BLOCK, COMPUTE_WGS, BackwardConfig
-from pallas_flash.kernels.sm90.backward_schedule import WorkItem
 from pallas_flash.kernels.tile_scores import ScoreOperands
 from pallas_flash.spec import AttentionSpec, Shapes
 
 Ref = Any
-
-
-class Rows(NamedTuple):
-    """What the backward pass needs of each query row beside q and dout, float32 [B, N, T rounded up]."""
-
-    lse_log2: Any  # what P = exp2(logits_log2 - lse_log2) subtracts; +inf in a row with no key and behind the last one
-    delta: Any  # sum(out * dout) - dlse; 0 in those rows
-    m: Any  # None, or P = exp2((logits - m) * log2(e) - lse_log2)
 
 
 class Inputs(NamedTuple):

@@ -20,16 +20,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import matmul, memory, softmax, tile_scores, tma
-from pallas_flash.kernels.matmul import Span
+from pallas_flash.kernels import matmul, memory, schedule, softmax, tile_scores, tma
+from pallas_flash.kernels.backward_rows import Rows
+from pallas_flash.kernels.backward_weights import Weights, weights_of
+from pallas_flash.kernels.elements import Span
+from pallas_flash.kernels.schedule import WorkItem
+from pallas_flash.kernels.sizes import COLUMNS, ROW_UNIT, ROWS, padded_head_dims
 from pallas_flash.kernels.sm90 import backward_queries_plan as plan_
-from pallas_flash.kernels.sm90 import schedule
-from pallas_flash.kernels.sm90.backward_plan import Rows
 from pallas_flash.kernels.sm90.backward_queries_config import QueriesConfig
 from pallas_flash.kernels.sm90.backward_queries_plan import Barriers, Buffers, Inputs, Plan, Ref, Refs, Work, Worker
-from pallas_flash.kernels.sm90.backward_tile import Weights, weights_of
-from pallas_flash.kernels.sm90.config import COLUMNS, ROW_UNIT, ROWS, padded_head_dims
-from pallas_flash.kernels.sm90.schedule import WorkItem
 from pallas_flash.kernels.tile_scores import TileScores
 from pallas_flash.spec import AttentionSpec, Operands
 
@@ -46,7 +45,7 @@ def run(
 ) -> tuple[jax.Array, jax.Array | None]:
     """dQ, and the gradient of the scale if that is an operand. `rows` go on to the end of the last tile.
 
-    dbias: a reference to float32 zeros, `backward_bias.zeros`, which receives the gradient of the bias. interpret:
+    dbias: a reference to float32 zeros, `backward_bias.Totals`, which receives the gradient of the bias. interpret:
     `plgpu.InterpretGPUParams`, to interpret it.
     """
     shapes = operands.shapes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_flash.kernels.sm90.config import BARRIER_BYTES, BUFFER_ALIGNMENT, round_up
+from pallas_flash.kernels.sizes import round_up
+from pallas_flash.kernels.sm90.config import BARRIER_BYTES, BUFFER_ALIGNMENT
 
 WARPGROUP = 128  # threads
 OTHER_REGISTERS = 40  # of a thread: addresses, row statistics, what is on the way

@@ -10,9 +10,9 @@ import jax
 
 from pallas_flash.kernels import barriers as bar
 from pallas_flash.kernels import matmul, memory
-from pallas_flash.kernels.sm90.backward_plan import Rows
+from pallas_flash.kernels.backward_rows import Rows
+from pallas_flash.kernels.schedule import WorkItem
 from pallas_flash.kernels.sm90.backward_queries_config import QueriesConfig
-from pallas_flash.kernels.sm90.schedule import WorkItem
 from pallas_flash.kernels.tile_scores import ScoreOperands
 from pallas_flash.spec import AttentionSpec, Shapes
 

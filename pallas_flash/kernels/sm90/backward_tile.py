@@ -5,7 +5,7 @@ Tiles have keys as rows: what belongs to a query is one value a column.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import memory
+from pallas_flash.kernels.backward_rows import Rows
+from pallas_flash.kernels.backward_weights import Weights, weights_of
 from pallas_flash.kernels.sm90.backward_config import BLOCK
-from pallas_flash.kernels.sm90.backward_plan import Block, Ref, Refs, Rows, Worker
+from pallas_flash.kernels.sm90.backward_plan import Block, Ref, Refs, Worker
 from pallas_flash.kernels.tile_mask import TileIndex
 from pallas_flash.kernels.tile_scores import TileScores
-from pallas_flash.spec import LOG2E
 
 
 def meet(refs: Refs) -> None:
@@ -50,41 +51,12 @@ def tile_scores(worker: Worker, block: Block) -> TileScores:
     return TileScores(plan.spec, work.scores, index, plan.tensor_cores)
 
 
-class Weights(NamedTuple):
-    p: jax.Array  # P^T before dropout
-    derivative: jax.Array | None  # of the logits by scale * q.k; None: 1
-
-
 def weights(worker: Worker, block: Block, tile: TileScores, scores: jax.Array) -> Weights:
     """From K Q^T."""
     plan, rows = worker.plan, worker.refs.buffers.rows
     spread = lambda ref: columns_like(load_columns(ref.at[block.q_slot]), scores)  # noqa: E731
     m = None if rows.m is None else spread(rows.m)
     return weights_of(plan, tile, scores, Rows(spread(rows.lse_log2), None, m), masked=block.masked)
-
-
-def weights_of(plan: Any, tile: TileScores, scores: jax.Array, rows: Rows, *, masked: bool) -> Weights:
-    """From q.k, whichever of the two has the rows. rows: a query's numbers at each of its scores."""
-    derivative = None
-    if plan.scaled_only:
-        logits, to_log2 = scores * (tile.operands.scale * LOG2E), 1.0
-    else:
-        logits, to_log2 = tile.unbiased(scores), LOG2E
-        derivative = tile.derivative(scores, logits) if plan.derivative else None
-        logits = tile.biased(logits)
-    # A score_mod or a bias may give anything to rows that are not there, or that no key is for.
-    hidden = (logits == -jnp.inf) | (rows.lse_log2 == jnp.inf) if plan.any_logits else None
-    if rows.m is not None:
-        logits = logits - rows.m
-    if to_log2 != 1:
-        logits = logits * to_log2
-    # What is hidden is hidden last: NaN in a row's log-sum-exp is not for the keys that the row does not read.
-    logits = logits - rows.lse_log2
-    if masked:
-        logits = tile.masked(logits, plan.kv_len_if_cut)
-    if hidden is not None:
-        logits = jnp.where(hidden, -jnp.inf, logits)
-    return Weights(jnp.exp2(logits), derivative)
 
 
 def dlogits(worker: Worker, block: Block, tile: TileScores, p: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:
@@ -97,11 +69,6 @@ def dlogits(worker: Worker, block: Block, tile: TileScores, p: jax.Array, dp: ja
         ds = jnp.where(p == 0, 0.0, ds)
     tile.add_bias_gradient(worker.refs.inputs.dbias, ds)
     return ds
-
-
-def times(tile: jax.Array, derivative: jax.Array) -> jax.Array:
-    """0 where the tile is, whatever the derivative of a masked pair may be."""
-    return jnp.where(tile == 0, 0.0, tile * derivative)
 
 
 def add_dq(worker: Worker, block: Block, chunk: tuple[int, int, int], dq: jax.Array) -> None:

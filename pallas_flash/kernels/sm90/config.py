@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_flash.spec import Shapes
+from pallas_flash.kernels.sizes import round_up
 
 MAX_SHARED_BYTES = 232_448  # of one CTA
 BARRIER_BYTES = 1024
 MIN_MASKED_BLOCK = 64  # rows of values that kernels/junk.py can clean
 BUFFER_ALIGNMENT = 1024  # Pallas gives it to each buffer
-
-ROWS, COLUMNS = 8, 16  # buffers hold matrices in units of this many rows and columns
-ROW_UNIT = 8  # TMA copies rows of this many elements (16 bytes); other head dims cost a padded copy
-
-
-def round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
-def padded_head_dims(shapes: Shapes) -> tuple[int, int]:
-    return round_up(shapes.head_dim, COLUMNS), round_up(shapes.value_head_dim, COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True)

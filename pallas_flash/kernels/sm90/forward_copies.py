@@ -12,10 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import junk, memory, tma
-from pallas_flash.kernels.sm90 import schedule
+from pallas_flash.kernels import junk, memory, schedule, tma
+from pallas_flash.kernels.schedule import WorkItem
 from pallas_flash.kernels.sm90.plan import Barriers, Buffers, Inputs, Plan, Ref
-from pallas_flash.kernels.sm90.schedule import WorkItem
 
 CopyBlock = Callable[[jax.Array], None]  # of a step
 

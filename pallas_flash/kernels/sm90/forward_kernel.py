@@ -23,12 +23,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import junk, matmul, memory, softmax, tile_scores, tma
-from pallas_flash.kernels.sm90 import forward_copies, schedule
+from pallas_flash.kernels import junk, matmul, memory, schedule, softmax, tile_scores, tma
+from pallas_flash.kernels.schedule import WorkItem
+from pallas_flash.kernels.sizes import COLUMNS, ROW_UNIT, ROWS, padded_head_dims, round_up
+from pallas_flash.kernels.sm90 import forward_copies
 from pallas_flash.kernels.sm90 import plan as plan_
-from pallas_flash.kernels.sm90.config import COLUMNS, ROW_UNIT, ROWS, ForwardConfig, padded_head_dims, round_up
+from pallas_flash.kernels.sm90.config import ForwardConfig
 from pallas_flash.kernels.sm90.plan import Barriers, Buffers, Inputs, Plan, Ref, State, Work, Worker
-from pallas_flash.kernels.sm90.schedule import WorkItem
 from pallas_flash.kernels.tile_scores import TileScores
 from pallas_flash.spec import AttentionSpec, Forward, Operands, Residuals
 
@@ -82,7 +83,7 @@ def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers, ba
         plgpu.set_max_registers(config.compute_registers, action="increase")
         compute = lambda plan: _compute_warpgroup(plan, inputs, outputs, buffers, barriers, wg)  # noqa: E731
         if buffers.junk is not None:
-            junk.trust(buffers.junk, wg)
+            junk.trust(buffers.junk, wg, plan.tensor_cores)
         compute(plan)
         if barriers.inspected is not None:
             plgpu.barrier_arrive(barriers.inspected)
@@ -126,7 +127,8 @@ def _compute_warpgroup(
         out, stats = plan.tensor_cores.accumulator(attend, acc_shape, _at(buffers.acc, wg))
         # Loaded here, the next item arrives while this one is stored.
         following = schedule.load_item(inputs.work, cta, jnp.minimum(index + 1, items - 1))
-        _store_tile(plan, outputs, buffers, barriers, work, out, _finish(plan, work, stats))
+        final = softmax.finish_as(plan.spec, softmax.totals(stats), plan.units, work.sink)
+        _store_tile(plan, outputs, buffers, barriers, work, out, final)
         return following, count + item.kv_end - item.kv_start
 
     lax.fori_loop(0, items, compute_tile, (first, jnp.int32(0)))
@@ -160,7 +162,7 @@ def _attend(worker: Worker) -> tuple[jax.Array, softmax.RowStatistics]:
     step = functools.partial(_step, worker)
 
     if plan.cleans:
-        junk.forget(buffers.junk, work.wg)
+        junk.forget(buffers.junk, work.wg, plan.tensor_cores)
     plgpu.barrier_wait(barriers.q.produced.at[work.wg])
     state = step(jnp.int32(0), None, masked=plan.some_masked)
     first_unmasked: Any = 1
@@ -202,7 +204,7 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
         _note_readers_of_junk(worker, step - 1, last)
         plgpu.barrier_arrive(barriers.v.consumed.at[last])
         log2_alpha = units.log2(state.stats.shift - shift)
-        out, sums = _rescaled(rescale, log2_alpha, tensor_cores.load(acc, pending=0), state.stats.l)
+        out, sums = softmax.rescaled(rescale, log2_alpha, tensor_cores.load(acc, pending=0), state.stats.l)
         tensor_cores.store(acc, out)
     p = softmax.probabilities(scores, shift, units)
     added = softmax.fold(jnp.add, p)
@@ -216,25 +218,14 @@ def _note_readers_of_junk(worker: Worker, step: jax.Array, slot: jax.Array) -> N
     if not plan.cleans:
         return
 
-    def note_columns(part: jax.Array) -> None:
-        first = part * junk.COLUMNS
-        # The flag is 1, which the compiler does not know: else it keeps the mask's bits from the step, just in case.
+    def note() -> None:
         index = schedule.tile_index(plan.config, work, step, masked=True)
-        q_base, kv_base = index.q_base + buffers.junk.found[slot] - 1, index.kv_base + first
-        shape = (plan.config.block_q, junk.COLUMNS)
-        index = dataclasses.replace(index, shape=shape, q_base=q_base, kv_base=kv_base)
-        tile = TileScores(plan.spec, work.scores, index, plan.tensor_cores)
-        logits = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        logits = tile.biased(logits)
-        logits = tile.masked(logits, None) if plan.spec.mask else logits
-        junk.note_readers(logits > -jnp.inf, buffers.junk, (slot, pl.ds(first, junk.COLUMNS)), work.wg)
+        junk.note_readers(TileScores(plan.spec, work.scores, index, plan.tensor_cores), buffers.junk, slot, work.wg)
 
-    note = lambda: pl.loop(0, plan.config.block_kv // junk.COLUMNS)(note_columns)  # noqa: E731
-    check = lambda: pl.when(buffers.junk.found[slot] != 0)(note)  # noqa: E731
     if plan.hides_values_anywhere:
-        check()
+        note()
     else:
-        pl.when(step < schedule.first_unmasked(work.item))(check)
+        pl.when(step < schedule.first_unmasked(work.item))(note)
 
 
 def _products(worker: Worker, step: jax.Array, state: State | None) -> jax.Array:
@@ -259,35 +250,10 @@ def _products(worker: Worker, step: jax.Array, state: State | None) -> jax.Array
     return scores
 
 
-def _finish(plan: Plan, work: Work, stats: softmax.RowStatistics) -> softmax.FinalStatistics:
-    totals = softmax.totals(stats)
-    if work.sink is None:
-        final = softmax.finish(totals, plan.units)
-    else:
-        final = softmax.finish_with_sink(totals, plan.units, work.sink)
-        if not plan.spec.return_max_logit:  # else `run` does it, after it has taken the maximum of the keys
-            final = final._replace(m=jnp.maximum(final.m, work.sink))
-    keep = 1 - plan.spec.dropout_rate
-    return final if keep == 1 else final._replace(normalizer=final.normalizer / keep)
-
-
 def _must_rescale(plan: Plan, m: jax.Array, shift: jax.Array) -> jax.Array:
     """Whether some maximum has run ahead of its row's shift by more than the threshold."""
     ahead = plan.units.log2(m - softmax.rows_like(shift, m))
     return plan.tensor_cores.any(ahead > plan.config.rescale_threshold)
-
-
-def _rescaled(
-    rescale: jax.Array, log2_alpha: jax.Array, out: jax.Array, sums: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """What was summed up under the old shift, under the new one."""
-
-    def scaled(*values: jax.Array) -> tuple[jax.Array, ...]:
-        alpha = jnp.exp2(log2_alpha)
-        return tuple(value * softmax.rows_like(alpha, value) for value in values)
-
-    out, sums = lax.cond(rescale, scaled, lambda *values: values, out, sums)
-    return out, sums
 
 
 def _store_tile(

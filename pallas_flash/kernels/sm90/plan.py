@@ -13,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
 from pallas_flash.kernels import junk, matmul, memory, softmax
+from pallas_flash.kernels.schedule import WorkItem
 from pallas_flash.kernels.sm90.config import ForwardConfig
-from pallas_flash.kernels.sm90.schedule import WorkItem
 from pallas_flash.kernels.tile_scores import ScoreOperands
-from pallas_flash.spec import LOG2E, AttentionSpec, Shapes
+from pallas_flash.spec import AttentionSpec, Shapes
 
 Ref = Any
 
@@ -123,16 +123,11 @@ class Plan:
 
     @property
     def raw_scores(self) -> bool:
-        """Whether the softmax works on q.k itself, with the scale folded into its exponent: a monotonic map."""
-        spec = self.spec
-        return spec.scale is not None and spec.scale > 0 and spec.soft_cap is None and not self.any_logits
+        return softmax.takes_raw_scores(self.spec, any_logits=self.any_logits)
 
     @property
     def units(self) -> softmax.Units:
-        """Of the row maxima."""
-        if self.any_logits:
-            return softmax.Units(1.0, LOG2E)
-        return softmax.Units(self.spec.scale * LOG2E if self.raw_scores else LOG2E)
+        return softmax.units_of(self.spec, any_logits=self.any_logits)
 
 
 def buffers(plan: Plan) -> Buffers:
@@ -146,7 +141,7 @@ def buffers(plan: Plan) -> Buffers:
         out=matrix((wgs, block_q, shapes.value_head_dim)) if config.out_has_own_buffer else None,
         m=memory.rows((wgs, block_q)),
         l=memory.rows((wgs, block_q)),
-        junk=junk.scratch(config.num_stages, block_kv, wgs) if plan.hides_values else None,
+        junk=junk.scratch(config.num_stages, block_kv, wgs, block_q) if plan.hides_values else None,
         acc=plan.tensor_cores.scratch((wgs, block_q, shapes.value_head_dim)),
     )
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_flash import tile_ranges
 from pallas_flash.kernels.tile_mask import TileIndex
@@ -150,7 +149,8 @@ def load_item(work: Any, cta: jax.Array, index: jax.Array) -> WorkItem:
 def key_block(item: WorkItem, step: jax.Array) -> jax.Array:
     """The key block of a step. They are rotated so that the masked ones behind the unmasked ones come first, then the
     masked ones before them, then the unmasked ones: the first steps are masked, the last ones are not."""
-    return item.kv_start + lax.rem(step + item.full_end - item.kv_start, item.kv_end - item.kv_start)
+    block = item.full_end + step
+    return block - jnp.where(block >= item.kv_end, item.kv_end - item.kv_start, 0)
 
 
 def first_unmasked(item: WorkItem) -> jax.Array:

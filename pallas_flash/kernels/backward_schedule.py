@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import functools
 import heapq
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import tile_ranges
-from pallas_flash.kernels.sm90.backward_config import BackwardConfig
 from pallas_flash.spec import AttentionSpec, Operands, Shapes
 
 TILE_OVERHEAD = 1.0  # what a key tile costs besides its query blocks, in query blocks
+
+
+class Tiles(Protocol):
+    """What a kernel's configuration says of its tiles; it must be hashable. num_ctas: persistent ones, or None."""
+
+    @property
+    def block_q(self) -> int: ...
+    @property
+    def block_kv(self) -> int: ...
+    @property
+    def head_group(self) -> int: ...
+    @property
+    def num_ctas(self) -> int | None: ...
 
 
 class WorkItem(NamedTuple):
@@ -36,7 +48,7 @@ class WorkItem(NamedTuple):
 ITEMS = len(WorkItem._fields)  # the last word of each row: how many items this CTA has
 
 
-def work_items(spec: AttentionSpec, operands: Operands, config: BackwardConfig) -> Any:
+def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
     """int32 [CTAs, most items of a CTA, 8]: a constant where the mask's ranges are known without data."""
     shapes = operands.shapes
     tiles, ids, counts = _assignment(spec, shapes, config)
@@ -58,7 +70,7 @@ def work_items(spec: AttentionSpec, operands: Operands, config: BackwardConfig) 
 
 
 @functools.lru_cache(maxsize=64)
-def _assignment(spec: AttentionSpec, shapes: Shapes, config: BackwardConfig) -> tuple[int, np.ndarray, np.ndarray]:
+def _assignment(spec: AttentionSpec, shapes: Shapes, config: Tiles) -> tuple[int, np.ndarray, np.ndarray]:
     """Key tiles; tile ids [CTAs, most items], (batch * key heads + key head) * tiles + tile; items of each CTA."""
     ranges = tile_ranges.static_ranges(spec, shapes, config.block_q, config.block_kv, of="kv")
     costs = (ranges.end - ranges.start) * shapes.q_heads_per_kv_head + TILE_OVERHEAD
