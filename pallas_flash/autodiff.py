@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_flash import partitioning
 from pallas_flash.spec import (
     Array,
     AttentionSpec,
@@ -72,10 +74,22 @@ attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _run(choice: Choice, method: str, spec: AttentionSpec, *arrays: Any) -> Any:
-    cuda, default = (partial(compiled(getattr(implementation, method)), spec) for implementation in choice)
-    if choice.cuda is choice.default:
-        return default(*arrays)
-    return lax.platform_dependent(*arrays, cuda=cuda, default=default)
+    """A pass of the chosen implementation, by each device on its own part of the batch and heads."""
+    pass_ = partitioning.Pass(_ByPlatform(choice, method), spec, backward=method == "backward")
+    return partitioning.run(pass_, *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByPlatform:
+    choice: Choice
+    method: str
+
+    def __call__(self, spec: AttentionSpec, *arrays: Any) -> Any:
+        functions = (partial(compiled(getattr(chosen, self.method)), spec) for chosen in self.choice)
+        cuda, default = functions
+        if self.choice.cuda is self.choice.default:
+            return default(*arrays)
+        return lax.platform_dependent(*arrays, cuda=cuda, default=default)
 
 
 @functools.cache

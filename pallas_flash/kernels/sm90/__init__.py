@@ -52,8 +52,6 @@ def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
         return f"an empty operand: {shapes}"
     if shapes.batch * shapes.num_q_heads * shapes.q_len >= MAX_ROWS:
         return f"batch * heads * queries must stay below {MAX_ROWS}: {shapes}"
-    if _on_explicit_mesh(operands.q):
-        return "arrays on a mesh with explicit axes: call it inside shard_map"
     if spec.precision not in (None, jax.lax.Precision.DEFAULT, "default", "fastest"):
         return f"precision={spec.precision}: it rounds the softmax weights to {operands.q.dtype}"
     if (obstacle := _function_obstacle(spec)) is not None:
@@ -115,11 +113,6 @@ def _differentiated_once(arrays: Any) -> Any:
 @_differentiated_once.defjvp
 def _no_second_derivative(*_: Any) -> Any:
     raise NotImplementedError("implementation='sm90' has no second derivatives: take implementation='xla'")
-
-
-def _on_explicit_mesh(array: Any) -> bool:
-    sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
-    return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _function_obstacle(spec: AttentionSpec) -> str | None:
