@@ -56,7 +56,7 @@ def attention(choice: Choice, spec: AttentionSpec, operands: Operands) -> Output
 def _attention_fwd(
     choice: Choice, spec: AttentionSpec, operands: Operands
 ) -> tuple[Output, tuple[Operands, Residuals]]:
-    forward = _run(choice, "forward", spec, operands)
+    forward = run(choice, "forward", spec, operands)
     residuals = Residuals(*map(checkpoint_name, forward.residuals, CHECKPOINT_NAMES))
     out, m, l = residuals  # noqa: E741
     return Output(out, log_sum_exp(m, l), forward.max_logit), (operands, residuals)
@@ -66,14 +66,14 @@ def _attention_bwd(
     choice: Choice, spec: AttentionSpec, saved: tuple[Operands, Residuals], cotangents: Output
 ) -> tuple[Operands]:
     operands, residuals = saved
-    gradients = _run(choice, "backward", spec, operands, residuals, Cotangents(cotangents.out, cotangents.lse))
-    return (_in_place_of(operands, gradients),)
+    gradients = run(choice, "backward", spec, operands, residuals, Cotangents(cotangents.out, cotangents.lse))
+    return (in_place_of(operands, gradients),)
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _run(choice: Choice, method: str, spec: AttentionSpec, *arrays: Any) -> Any:
+def run(choice: Choice, method: str, spec: AttentionSpec, *arrays: Any) -> Any:
     """A pass of the chosen implementation, by each device on its own part of the batch and heads."""
     pass_ = partitioning.Pass(_ByPlatform(choice, method), spec, backward=method == "backward")
     return partitioning.run(pass_, *arrays)
@@ -98,7 +98,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, static_argnums=0)
 
 
-def _in_place_of(operands: Operands, gradients: Gradients) -> Operands:
+def in_place_of(operands: Operands, gradients: Gradients) -> Operands:
     """The gradients as cotangents of the operands: None (zero) for those that have no derivative."""
     no_gradient: Any = dict.fromkeys(Operands._fields)
     return Operands(**no_gradient | gradients._asdict())

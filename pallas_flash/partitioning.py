@@ -1,8 +1,8 @@
-"""Attention on arrays that are sharded over batch and heads: each device computes its own part, and nothing is gathered.
+"""Attention on arrays that are sharded over batch and heads: each device computes its own part, nothing is gathered.
 
-A pass (forward or backward) is a function of `spec.Operands` and its like. `axes_of_*` name the axes of all of its arrays
-by letters, b t s n k h e (batch, queries, keys, heads, key heads, the rest); b and n may be split over devices, all
-others are whole on each. How this reaches the compiler depends on what kind of axes the mesh has:
+A pass (forward or backward) is a function of `spec.Operands` and its like. The axes of all of its arrays have names,
+b t s n k h e (batch, queries, keys, heads, key heads, the rest); b and n may be split over devices, all others are
+whole on each. How this reaches the compiler depends on what kind of axes the mesh has:
 
 - automatic ones (`jax.jit` with sharded arguments): `custom_partitioning`, which the partitioner asks once it knows the
   shardings;
@@ -89,7 +89,7 @@ def axes_of_operands(spec: AttentionSpec, operands: Operands) -> Operands:
 def run(pass_: Pass, operands: Operands, *more: Any) -> Any:
     """The pass on arrays that are sharded in any way."""
     explicit = explicit_axes((operands, *more))
-    if not explicit and _all_manual():
+    if not explicit and (_inside_shard_map() or jax.config.jax_disable_jit):
         return pass_(operands, *more)
     arrays, treedef = jax.tree.flatten((operands, *more))
     return _run(Program(pass_, treedef), explicit, *arrays)
@@ -100,15 +100,14 @@ def explicit_axes(arrays: Any) -> MeshAxes:
     for array in jax.tree.leaves(arrays):
         mesh = jax.typeof(array).sharding.mesh
         if AxisType.Explicit in mesh.axis_types:
-            return tuple(name for name, of in zip(mesh.axis_names, mesh.axis_types, strict=True) if of == AxisType.Explicit)
+            kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+            return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
     return ()
 
 
-def _all_manual() -> bool:
-    """Whether no axis of the mesh is left to the compiler. With some left, in a shard_map over the others, the
-    partitioning rule cannot be used: XLA then partitions what it can."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return AxisType.Manual in mesh.axis_types
+def _inside_shard_map() -> bool:
+    """Arrays are local there. Axes that a shard_map leaves to the compiler take no rule: XLA partitions what it can."""
+    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +195,7 @@ class Split(NamedTuple):
     def not_in(self, axes: str) -> MeshAxes:
         """The mesh axes over which partial sums of an array with these axes must be added up."""
         used = {name for axis in axes for name in self.mesh_axes.get(axis, ())}
-        return tuple(name for axis, names in self.mesh_axes.items() if axis != KV_HEADS for name in names if name not in used)
+        return tuple(name for names in self.mesh_axes.values() for name in dict.fromkeys(names) if name not in used)
 
     def ways(self, names: MeshAxes) -> int:
         return math.prod(self.mesh.shape[name] for name in names)
@@ -299,7 +298,6 @@ def _automatic(program: Program, arrays: Any) -> Any:
     return whole(*arrays, *_numbers(axes, arrays))
 
 
-
 def _shardy_rule(axes: list[str], of_results: list[str]) -> SdyShardingRule:
     """The same in Shardy's words."""
     whole: list[str] = []
@@ -333,8 +331,8 @@ def _explicit(program: Program, explicit: MeshAxes, arrays: Any) -> Any:
         for axis, got, wanted in zip(names, sharding.spec, (*spec, *(None,) * len(names)), strict=False):
             if got not in (None, wanted):
                 raise ValueError(
-                    f"{_AXIS_NAMES.get(axis, 'an axis')} of {jax.typeof(array).str_short(True)} is sharded over {got!r}, "
-                    f"where {wanted!r} is wanted: flash_attention shards batch and heads only, all operands alike. "
+                    f"{_AXIS_NAMES.get(axis, 'an axis')} of {jax.typeof(array).str_short(True)} is on {got!r} instead of "
+                    f"{wanted!r}: flash_attention shards batch and heads only, all operands alike. "
                     "Reshard it (jax.sharding.reshard); for sequences there is ring_attention"
                 )
     specs += [split.spec(BATCH), split.spec(HEADS)]
