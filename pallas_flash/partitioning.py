@@ -331,8 +331,8 @@ def _explicit(program: Program, explicit: MeshAxes, arrays: Any) -> Any:
         for axis, got, wanted in zip(names, sharding.spec, (*spec, *(None,) * len(names)), strict=False):
             if got not in (None, wanted):
                 raise ValueError(
-                    f"{_AXIS_NAMES.get(axis, 'an axis')} of {jax.typeof(array).str_short(True)} is on {got!r} instead of "
-                    f"{wanted!r}: flash_attention shards batch and heads only, all operands alike. "
+                    f"{_AXIS_NAMES.get(axis, 'an axis')} of {jax.typeof(array).str_short(True)} is split over {got!r}, "
+                    f"not {wanted!r}: flash_attention shards batch and heads only, all operands alike. "
                     "Reshard it (jax.sharding.reshard); for sequences there is ring_attention"
                 )
     specs += [split.spec(BATCH), split.spec(HEADS)]

@@ -5,5 +5,6 @@ Arrays that are sharded over batch and heads need nothing from here: `flash_atte
 
 from pallas_flash.distributed.order import from_zigzag, local_positions, to_zigzag
 from pallas_flash.distributed.ring import ring_attention
+from pallas_flash.distributed.ulysses import ulysses_attention
 
-__all__ = ["from_zigzag", "local_positions", "ring_attention", "to_zigzag"]
+__all__ = ["from_zigzag", "local_positions", "ring_attention", "to_zigzag", "ulysses_attention"]
