@@ -177,6 +177,8 @@ def _attend_bwd(ring: Ring, saved: tuple[Operands, Residuals], cotangents: autod
     def step(sums: Sums, at: Step, pairs: tuple[Pair, ...]) -> tuple[Sums, KeySums]:
         keys = KeySums(zeros(at.keys.k, 1), zeros(at.keys.v, 1))
         for pair in pairs:
+            if ring.uniform and not pair.always:
+                pair = pair._replace(masked=True)
             call = steps.part_of(ring, without_sinks, pair, at)
             add = partial(_add_gradients, ring.choice, call, rows[pair.q], pair)
             if ring.uniform:
