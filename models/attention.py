@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from models.config import TransformerConfig
 from models.layers import linear, residual_linear, rotary
 from pallas_flash import flash_attention
+from pallas_flash.distributed import ring_attention, to_zigzag
 
 
 class Rows(NamedTuple):
@@ -59,24 +61,54 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, rows: Rows, cache: KVCache | None) -> tuple[jax.Array, KVCache | None]:
         """x: [B, T, hidden_dim]. With a cache, the tokens also attend to what it holds before `rows.offset`."""
+        devices = 1 if cache is not None else ring_devices(self.config)
         positions = rows.positions(x.shape[1])
+        if devices > 1:
+            positions = to_zigzag(positions, devices, axis=-1)
         query = rotary(self.query(x), positions, self.config.rope_theta)
         key = rotary(self.key(x), positions, self.config.rope_theta)
         value = self.value(x)
         if cache is not None:
             cache = key, value = cache.write(key, value, rows.offset)
-        out = flash_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            local_window_size=None if self.window is None else (self.window - 1, 0),
-            query_offset=rows.offset,
-            query_seq_lengths=rows.lengths,
-            key_value_seq_lengths=None if rows.lengths is None else rows.offset + rows.lengths,
-            segment_ids=rows.segment_ids,
-            logits_soft_cap=self.config.logits_soft_cap,
-            sinks=None if self.sinks is None else self.sinks[...],
-            implementation=self.config.attention,
-        )
+        static = {
+            "is_causal": True,
+            "local_window_size": None if self.window is None else (self.window - 1, 0),
+            "logits_soft_cap": self.config.logits_soft_cap,
+            "implementation": self.config.attention,
+        }
+        arrays = {
+            "query_offset": rows.offset,
+            "query_seq_lengths": rows.lengths,
+            "key_value_seq_lengths": None if rows.lengths is None else rows.offset + rows.lengths,
+            "segment_ids": rows.segment_ids,
+            "sinks": None if self.sinks is None else self.sinks[...],
+        }
+        if devices > 1:
+            out = attend_in_ring(self.config, static, arrays, query, key, value)
+        else:
+            out = flash_attention(query, key, value, **static, **arrays)
         return self.out(out), cache
+
+
+def ring_devices(config: TransformerConfig) -> int:
+    """How many devices share a sequence, on the mesh in use."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axis = config.context_parallel and config.context_parallel[1]
+    return mesh.shape[axis] if axis in mesh.axis_names else 1
+
+
+def attend_in_ring(
+    config: TransformerConfig, static: dict[str, Any], arrays: dict[str, Any], *tensors: jax.Array
+) -> jax.Array:
+    """Sequences that are sharded over a mesh axis, in zigzag order."""
+    batch, context = config.context_parallel or ("", "")
+    rows, lengths = PartitionSpec(batch, context), PartitionSpec(batch)
+    specs = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths, "segment_ids": rows}
+    offset = arrays.pop("query_offset")  # without a cache a number
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+
+    def attend(tensors: Any, arrays: Any) -> jax.Array:
+        return ring_attention(*tensors, axis_name=context, order="zigzag", query_offset=offset, **static, **arrays)
+
+    in_specs = (rows, {name: specs.get(name, PartitionSpec()) for name in arrays})
+    return jax.shard_map(attend, in_specs=in_specs, out_specs=rows)(tensors, arrays)

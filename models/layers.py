@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -35,9 +37,13 @@ def linear(
     *,
     rngs: nnx.Rngs,
     init_scale: float = 1.0,
+    embed_axis: int = 0,
 ) -> nnx.LinearGeneral:
-    """A projection without bias, float32 parameters, over as many trailing axes as `in_features` names."""
-    axes = len(in_features) if isinstance(in_features, tuple) else 1
+    """A projection without bias, float32 parameters, over as many trailing axes as `in_features` names.
+
+    embed_axis: which axis of the weight is the width of the residual stream, for `sharding`.
+    """
+    axes, out_axes = (len(x) if isinstance(x, tuple) else 1 for x in (in_features, out_features))
     return nnx.LinearGeneral(
         in_features,
         out_features,
@@ -45,8 +51,17 @@ def linear(
         use_bias=False,
         kernel_init=nnx.initializers.variance_scaling(init_scale, "fan_in", "truncated_normal"),
         dtype=config.compute_dtype,
+        kernel_metadata=sharding(axes + out_axes, embed_axis),
         rngs=rngs,
     )
+
+
+def sharding(ndim: int, embed_axis: int) -> dict[str, Any]:
+    """The sharding metadata of a weight: its axis along the residual stream is named "embed". What that is on a mesh is
+    for the one who places the parameters to say (`nnx.get_partition_spec`); here nothing is placed."""
+    names = [None] * ndim
+    names[embed_axis] = "embed"
+    return {"out_sharding": tuple(names), "eager_sharding": False}
 
 
 def residual_linear(
@@ -54,7 +69,8 @@ def residual_linear(
 ) -> nnx.LinearGeneral:
     """A projection back into the residual stream: smaller at the start, so that the sum over 2 * num_layers of them has
     the size of one."""
-    return linear(config, in_features, config.hidden_dim, rngs=rngs, init_scale=1 / (2 * config.num_layers))
+    scale = 1 / (2 * config.num_layers)
+    return linear(config, in_features, config.hidden_dim, rngs=rngs, init_scale=scale, embed_axis=-1)
 
 
 class SwiGLU(nnx.Module):

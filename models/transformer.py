@@ -12,7 +12,7 @@ from flax import nnx
 
 from models.attention import Attention, KVCache, Rows
 from models.config import TransformerConfig
-from models.layers import SwiGLU, rms_norm
+from models.layers import SwiGLU, rms_norm, sharding
 from pallas_flash.autodiff import CHECKPOINT_NAMES
 
 
@@ -47,7 +47,13 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        embed = functools.partial(nnx.Embed, config.vocab_size, config.hidden_dim, dtype=config.compute_dtype)
+        embed = functools.partial(
+            nnx.Embed,
+            config.vocab_size,
+            config.hidden_dim,
+            dtype=config.compute_dtype,
+            embedding_metadata=sharding(2, embed_axis=1),
+        )
         self.embedding = embed(rngs=rngs)
         self.blocks = nnx.List([Block(config, layer, rngs=rngs) for layer in range(config.num_layers)])
         self.final_norm = rms_norm(config, rngs=rngs)

@@ -2,5 +2,6 @@
 
 from pallas_flash import masks
 from pallas_flash.api import explain, flash_attention, reference_attention
+from pallas_flash.combine import combine
 
-__all__ = ["explain", "flash_attention", "masks", "reference_attention"]
+__all__ = ["combine", "explain", "flash_attention", "masks", "reference_attention"]

@@ -104,9 +104,7 @@ def flash_attention(
     arguments = dict(locals())
     del arguments["implementation"]
     call = canonicalise(Arguments(**arguments))
-    choice = dispatch.choose(call.spec, call.operands, implementation)
-    output = _without_vjp(call) if choice.default is reference else _with_vjp(choice, call)
-    return _restore(call, output, return_residual=return_residual)
+    return restore(call, attend(call, implementation), return_residual=return_residual)
 
 
 def reference_attention(*args: Any, **kwargs: Any) -> Any:
@@ -137,6 +135,12 @@ def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> dis
     return dispatch.explain(call.spec, call.operands, dispatch.compute_capability(), implementation)
 
 
+def attend(call: Canonical, implementation: str | None) -> Output:
+    """A checked call, computed by what is named, or chosen."""
+    choice = dispatch.choose(call.spec, call.operands, implementation)
+    return _without_vjp(call) if choice.default is reference else _with_vjp(choice, call)
+
+
 def _without_vjp(call: Canonical) -> Output:
     residuals, max_logit = autodiff.compiled(reference.forward)(call.spec, call.operands)
     return Output(residuals.out, autodiff.log_sum_exp(residuals.m, residuals.l), max_logit)
@@ -159,7 +163,7 @@ def _with_vjp(choice: autodiff.Choice, call: Canonical) -> Output:
         raise
 
 
-def _restore(call: Canonical, output: Output, *, return_residual: bool) -> Any:
+def restore(call: Canonical, output: Output, *, return_residual: bool) -> Any:
     """The caller's batch dimensions, and only what was asked for."""
     lead = call.lead
     results = [output.out.reshape(*lead, *output.out.shape[1:])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_flash import partitioning
 from pallas_flash.spec import (
     Array,
     AttentionSpec,
@@ -54,7 +56,7 @@ def attention(choice: Choice, spec: AttentionSpec, operands: Operands) -> Output
 def _attention_fwd(
     choice: Choice, spec: AttentionSpec, operands: Operands
 ) -> tuple[Output, tuple[Operands, Residuals]]:
-    forward = _run(choice, "forward", spec, operands)
+    forward = run(choice, "forward", spec, operands)
     residuals = Residuals(*map(checkpoint_name, forward.residuals, CHECKPOINT_NAMES))
     out, m, l = residuals  # noqa: E741
     return Output(out, log_sum_exp(m, l), forward.max_logit), (operands, residuals)
@@ -64,18 +66,30 @@ def _attention_bwd(
     choice: Choice, spec: AttentionSpec, saved: tuple[Operands, Residuals], cotangents: Output
 ) -> tuple[Operands]:
     operands, residuals = saved
-    gradients = _run(choice, "backward", spec, operands, residuals, Cotangents(cotangents.out, cotangents.lse))
-    return (_in_place_of(operands, gradients),)
+    gradients = run(choice, "backward", spec, operands, residuals, Cotangents(cotangents.out, cotangents.lse))
+    return (in_place_of(operands, gradients),)
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _run(choice: Choice, method: str, spec: AttentionSpec, *arrays: Any) -> Any:
-    cuda, default = (partial(compiled(getattr(implementation, method)), spec) for implementation in choice)
-    if choice.cuda is choice.default:
-        return default(*arrays)
-    return lax.platform_dependent(*arrays, cuda=cuda, default=default)
+def run(choice: Choice, method: str, spec: AttentionSpec, *arrays: Any) -> Any:
+    """A pass of the chosen implementation, by each device on its own part of the batch and heads."""
+    pass_ = partitioning.Pass(_ByPlatform(choice, method), spec, backward=method == "backward")
+    return partitioning.run(pass_, *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByPlatform:
+    choice: Choice
+    method: str
+
+    def __call__(self, spec: AttentionSpec, *arrays: Any) -> Any:
+        functions = (partial(compiled(getattr(chosen, self.method)), spec) for chosen in self.choice)
+        cuda, default = functions
+        if self.choice.cuda is self.choice.default:
+            return default(*arrays)
+        return lax.platform_dependent(*arrays, cuda=cuda, default=default)
 
 
 @functools.cache
@@ -84,7 +98,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, static_argnums=0)
 
 
-def _in_place_of(operands: Operands, gradients: Gradients) -> Operands:
+def in_place_of(operands: Operands, gradients: Gradients) -> Operands:
     """The gradients as cotangents of the operands: None (zero) for those that have no derivative."""
     no_gradient: Any = dict.fromkeys(Operands._fields)
     return Operands(**no_gradient | gradients._asdict())

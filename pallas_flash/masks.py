@@ -30,7 +30,7 @@ Arrays = tuple[Array, ...]
 
 
 class Span(NamedTuple):
-    """Consecutive rows of queries or keys, both ends included. A key's position is its row; a query's may be offset."""
+    """Consecutive rows of queries or keys and their positions, both ends included."""
 
     row_lo: Any
     row_hi: Any
@@ -179,7 +179,7 @@ class KeyValueLengths(Part):
 
     def q_bounds(self, arrays: Arrays, kv: Span, q_offset: Any, xp: Any) -> Bounds:
         (length,) = arrays
-        return Bounds(end=xp.where(kv.row_lo < length, FAR, -FAR), full_end=xp.where(kv.row_hi < length, FAR, -FAR))
+        return Bounds(end=xp.where(kv.pos_lo < length, FAR, -FAR), full_end=xp.where(kv.pos_hi < length, FAR, -FAR))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,11 +63,16 @@ class Sizes(NamedTuple):
     kv_len: int
     num_q_heads: int
     num_kv_heads: int
+    devices: int = 1
 
 
-def canonicalise(arguments: Arguments) -> Canonical:
-    """Check every argument; ValueError names the argument, what came and what is wanted."""
+def canonicalise(arguments: Arguments, devices: int = 1) -> Canonical:
+    """Check every argument; ValueError names the argument, what came and what is wanted.
+
+    devices: queries and keys are one of as many equal parts of a sequence, and lengths are those of the whole.
+    """
     q, k, v, sizes = _tensors(arguments)
+    sizes = sizes._replace(devices=devices)
     for name in ("is_causal", "deterministic", "return_residual", "return_max_logit"):
         _require(isinstance(getattr(arguments, name), bool | np.bool_), name, getattr(arguments, name), "a bool")
     static_scale, scale = _scale(arguments.scale, q)
@@ -242,7 +247,7 @@ def _part_arrays(part: masks.Part, arrays: masks.Arrays, sizes: Sizes) -> masks.
     }
     if part.uses_batch:
         limit = sizes.q_len if isinstance(part, masks.QueryLengths) else sizes.kv_len
-        return (_per_batch(names[type(part)], arrays[0], sizes, 0, limit),)
+        return (_per_batch(names[type(part)], arrays[0], sizes, 0, limit * sizes.devices),)
     if isinstance(part, masks.Segments):
         sides = zip(("query", "key_value"), arrays, (sizes.q_len, sizes.kv_len), strict=True)
         return tuple(_ids(f"segment_ids ({side})", ids, length, sizes) for side, ids, length in sides)

@@ -26,6 +26,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 80, 8
 LAYERS = {
     "pallas_flash.spec": 0,
     "pallas_flash.elementwise": 0,
+    "pallas_flash.combine": 0,
+    "pallas_flash.decode_spec": 0,
     "pallas_flash.masks": 1,
     "pallas_flash.scores": 1,
     "pallas_flash.validation": 1,
@@ -64,7 +66,7 @@ MANY_PARAMETERS = {
 # Where Pallas has no public way: an operation of its own that says where a barrier stands.
 MAY_USE_PRIVATE_JAX = {"pallas_flash.kernels.tma"}
 
-PUBLIC_NAMES = ("explain", "flash_attention", "masks", "reference_attention")
+PUBLIC_NAMES = ("combine", "explain", "flash_attention", "masks", "reference_attention")
 NOT_IMPORTED_BY_CORE = ("flax", "optax", "jax.experimental.pallas", "models", "demo")
 
 

@@ -28,8 +28,6 @@ def refused(spec: AttentionSpec, operands: Operands) -> str | None:
         return f"an empty operand: {shapes}"
     if shapes.batch * shapes.num_q_heads * shapes.q_len >= MAX_ROWS:
         return f"batch * heads * queries must stay below {MAX_ROWS}: {shapes}"
-    if _on_explicit_mesh(operands.q):
-        return "arrays on a mesh with explicit axes: call it inside shard_map"
     if spec.precision not in (None, jax.lax.Precision.DEFAULT, "default", "fastest"):
         return f"precision={spec.precision}: it rounds the softmax weights to {operands.q.dtype}"
     if (obstacle := _function_obstacle(spec)) is not None:
@@ -84,11 +82,6 @@ def mask_class(spec: AttentionSpec, operands: Operands) -> str:
     if len(demanding) > 1:
         return "general"
     return "causal" if spec.mask else "full"
-
-
-def _on_explicit_mesh(array: Any) -> bool:
-    sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
-    return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _function_obstacle(spec: AttentionSpec) -> str | None:

@@ -35,6 +35,8 @@ class Inputs(NamedTuple):
     bias: Ref | None
     mask: tuple[tuple[Ref, ...], ...]
     dropout_key: Ref | None
+    kv_offset: Ref | None
+    origin: Ref | None
 
 
 class Buffers(NamedTuple):
