@@ -3,5 +3,15 @@
 from pallas_flash import masks
 from pallas_flash.api import explain, flash_attention, reference_attention
 from pallas_flash.combine import combine
+from pallas_flash.decode import explain_decode, flash_decode, paged_flash_decode
 
-__all__ = ["combine", "explain", "flash_attention", "masks", "reference_attention"]
+__all__ = [
+    "combine",
+    "explain",
+    "explain_decode",
+    "flash_attention",
+    "flash_decode",
+    "masks",
+    "paged_flash_decode",
+    "reference_attention",
+]
