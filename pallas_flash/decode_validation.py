@@ -83,8 +83,11 @@ def canonicalise(arguments: DecodeArguments) -> DecodeCall:
         soft_cap=checked_soft_cap(arguments.logits_soft_cap),
         score_mod=score_mod,
     )
+    k_scale = quantisation_scale("k_scale", arguments.k_scale, k)
+    v_scale = quantisation_scale("v_scale", arguments.v_scale, v)
     if not arguments.paged:
         k, v = (x.reshape(sizes.batch, *x.shape[-3:]) for x in (k, v))
+        k_scale, v_scale = (x if x is None else x.reshape(sizes.batch, *x.shape[-2:]) for x in (k_scale, v_scale))
     operands = DecodeOperands(
         q.reshape(sizes.batch, *q.shape[-3:]),
         k,
@@ -94,8 +97,8 @@ def canonicalise(arguments: DecodeArguments) -> DecodeCall:
         q_lengths=None
         if arguments.query_lengths is None
         else per_batch("query_lengths", arguments.query_lengths, sizes, 0, sizes.q_len),
-        k_scale=_quantisation_scale("k_scale", arguments.k_scale, k, arguments, sizes),
-        v_scale=_quantisation_scale("v_scale", arguments.v_scale, v, arguments, sizes),
+        k_scale=k_scale,
+        v_scale=v_scale,
         sinks=checked_sinks(arguments.sinks, sizes),
         scale=scale,
     )
@@ -117,9 +120,7 @@ def _tensors(arguments: DecodeArguments) -> tuple[Array, Array, Array, Array | N
     require(q.ndim >= 3, "query", q, "of shape [*B, T, N, H]")
     lead, (q_len, num_q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
     if arguments.paged:
-        table = masks.integers("page_table", arguments.page_table)
-        wanted = f"of shape [*B, max_pages] with query's *B {list(lead)}"
-        require(table.ndim == len(lead) + 1 and table.shape[:-1] == lead, "page_table", table, wanted)
+        table = page_table_of(arguments.page_table, lead, "query")
         k_wanted, v_wanted, k_lead = "[P, page_size, K, H]", "[P, page_size, K, Hv]", k.shape[:1]
     else:
         table, k_wanted, v_wanted, k_lead = None, "[*B, S, K, H]", "[*B, S, K, Hv]", lead
@@ -132,12 +133,18 @@ def _tensors(arguments: DecodeArguments) -> tuple[Array, Array, Array, Array | N
     require_groups(num_q_heads, num_kv_heads)
     batch = math.prod(lead)
     if table is not None:
-        pages, max_pages = k.shape[0], table.shape[-1]
-        rows *= max_pages
-        table = masks.clamp(table, 0, max(0, pages - 1)) if table.dtype != np.int32 else jnp.asarray(table)
-        table = table.reshape(batch, max_pages)
+        rows *= table.shape[1]
     require(rows < masks.FAR, k_name, k, f"shorter: a sequence's capacity of {rows} rows must stay below {masks.FAR}")
     return q, k, v, table, Sizes(lead, batch, q_len, rows, num_q_heads, num_kv_heads)
+
+
+def page_table_of(page_table: Any, lead: tuple[int, ...], beside: str) -> Array:
+    """int32 [B, max_pages]; entries beyond int32 stay out of range."""
+    table = masks.integers("page_table", page_table)
+    wanted = f"of shape [*B, max_pages] with {beside}'s *B {list(lead)}"
+    require(table.ndim == len(lead) + 1 and table.shape[:-1] == lead, "page_table", table, wanted)
+    table = jnp.asarray(table) if table.dtype == np.int32 else masks.clamp(table, -1, 2**31 - 1)
+    return table.reshape(math.prod(lead), table.shape[-1])
 
 
 def _lengths(name: str, lengths: Any, sizes: Sizes, capacity: int) -> Array:
@@ -154,7 +161,8 @@ def _window(window: Any) -> int | None:
     return None if left in (None, -1) else min(int(left), masks.FAR // 2)
 
 
-def _quantisation_scale(name: str, scale: Any, cache: Array, arguments: DecodeArguments, sizes: Sizes) -> Array | None:
+def quantisation_scale(name: str, scale: Any, cache: Array) -> Array | None:
+    """The factors of keys or values [*lead, rows, heads, width]: float32 [*lead, rows | 1, heads], None for none."""
     if cache.dtype.name not in QUANTISED:
         require(scale is None, name, scale, f"None beside keys and values in {cache.dtype}")
         return None
@@ -163,8 +171,7 @@ def _quantisation_scale(name: str, scale: Any, cache: Array, arguments: DecodeAr
         return None
     array = checked_array(name, scale, np.floating, "a float32 array")
     require(array.dtype == np.float32, name, array, "a float32 array")
-    rows, heads = cache.shape[-3:-1]
-    lead = cache.shape[:1] if arguments.paged else sizes.lead
-    fits = array.shape in ((*lead, rows, heads), (*lead, 1, heads))
-    require(fits, name, array, f"of shape {[*lead, rows, heads]}, or {[*lead, 1, heads]} for one of all rows")
-    return array if arguments.paged else array.reshape(sizes.batch, *array.shape[-2:])
+    *lead, rows, heads, _ = cache.shape
+    wanted = f"of shape {[*lead, rows, heads]}, or {[*lead, 1, heads]} for one of all rows"
+    require(array.shape in ((*lead, rows, heads), (*lead, 1, heads)), name, array, wanted)
+    return array

@@ -27,6 +27,7 @@ LAYERS = {
     "pallas_flash.spec": 0,
     "pallas_flash.elementwise": 0,
     "pallas_flash.combine": 0,
+    "pallas_flash.rotary": 0,
     "pallas_flash.decode_spec": 0,
     "pallas_flash.masks": 1,
     "pallas_flash.scores": 1,
@@ -45,6 +46,7 @@ LAYERS = {
     "pallas_flash.autodiff": 4,
     "pallas_flash.dispatch": 5,
     "pallas_flash.api": 6,
+    "pallas_flash.cache": 6,
     "pallas_flash.decode": 6,
     "pallas_flash": 7,  # __init__; a module that is not listed lands here too, and `unlisted` names it
     "pallas_flash.flax": 7,
@@ -71,6 +73,11 @@ MANY_PARAMETERS = {
 MAY_USE_PRIVATE_JAX = {"pallas_flash.kernels.tma"}
 
 PUBLIC_NAMES = (
+    "Cache",
+    "Rotary",
+    "append_to_cache",
+    "append_to_pages",
+    "apply_rotary",
     "combine",
     "explain",
     "explain_decode",
@@ -78,6 +85,7 @@ PUBLIC_NAMES = (
     "flash_decode",
     "masks",
     "paged_flash_decode",
+    "quantise",
     "reference_attention",
 )
 NOT_IMPORTED_BY_CORE = ("flax", "optax", "jax.experimental.pallas", "models", "demo")
