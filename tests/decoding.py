@@ -74,18 +74,20 @@ def pages_of(call: Call, seed: int = 0, junk: Any = np.nan) -> Call:
     return paged
 
 
+def apply(call: Call, decoder: str | None = None, **options: Any) -> Any:
+    """The public function that the call is for."""
+    arguments = dict(call)
+    tensors = [arguments.pop(name) for name in ("query", "key", "value")]
+    function = paged_flash_decode if "page_table" in arguments else flash_decode
+    return function(*tensors, **arguments, **options, implementation=decoder)
+
+
 def decode(call: Call, decoder: str | None, *, jit: bool = False) -> Any:
     """(out, lse); with jit, every array is traced. Without, hundreds of calls of one shape compile next to nothing."""
     narrow = lambda x: isinstance(x, np.ndarray | jax.Array) and x.dtype != np.int64  # noqa: E731
     arrays = {name: jnp.asarray(value) for name, value in call.items() if narrow(value)}
     static = {name: value for name, value in call.items() if name not in arrays}
-
-    def run(arrays: Call) -> Any:
-        options = arrays | static
-        tensors = [options.pop(name) for name in ("query", "key", "value")]
-        function = paged_flash_decode if "page_table" in options else flash_decode
-        return function(*tensors, **options, return_residual=True, implementation=decoder)
-
+    run = lambda arrays: apply(arrays | static, decoder, return_residual=True)  # noqa: E731
     if jit or decoder != "xla":
         return jax.jit(run)(arrays)
     with jax.disable_jit():

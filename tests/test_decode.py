@@ -161,7 +161,7 @@ def test_no_page_at_all(decoder: str) -> None:
 
 def test_float64(decoder: str) -> None:
     with jax.enable_x64(True):
-        check(random_call(dtype=np.float64, sinks=SINKS, local_window_size=7), "xla", "pages")
+        check(random_call(dtype=np.float64, sinks=SINKS, local_window_size=7), "xla", "pages", jit=True)
 
 
 def test_equals_flash_attention_with_an_offset(decoder: str) -> None:
@@ -187,11 +187,7 @@ def steps_taken(monkeypatch: Any, call: Any) -> int:
     """How many chunks the fallback visits."""
     steps, step = [], xla_decode._step
     monkeypatch.setattr(xla_decode, "_step", lambda *args: steps.append(0) or step(*args))
-    tensors = [jnp.asarray(x) for x in list(call.values())[:3]]
-    options = {name: value for name, value in call.items() if name not in ("query", "key", "value")}
-    function = paged_flash_decode if "page_table" in call else flash_decode
-    with jax.disable_jit():
-        function(*tensors, **options, implementation="xla")
+    decode(call, "xla")
     return len(steps)
 
 

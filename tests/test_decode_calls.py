@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import explain_decode, flash_decode, paged_flash_decode
-from tests.decoding import LAYOUTS, Call, decode, pages_of, random_call
+from tests.decoding import LAYOUTS, Call, apply, decode, pages_of, random_call
 
 nan, inf = float("nan"), float("inf")
 Q, K, V = jnp.zeros((2, 5, 6, 8)), jnp.zeros((2, 7, 3, 8)), jnp.zeros((2, 7, 3, 4))
@@ -144,53 +144,35 @@ def test_under_jit_scan_and_vmap(layout: str) -> None:
         scale=np.float32(0.3), sinks=np.ones(6, np.float32), query_lengths=np.array([3, 1, 2, 3], np.int32)
     )
     call = pages_of(call) if layout == "pages" else call
-    want = check_jit(call)
+    want, _ = decode(call, "xla")
     arrays = {name: jnp.asarray(value) for name, value in call.items()}
-    function = paged_flash_decode if layout == "pages" else flash_decode
-
-    def attend(arrays: Call) -> Any:
-        return function(
-            *(arrays[n] for n in ("query", "key", "value")),
-            **{n: x for n, x in arrays.items() if n not in ("query", "key", "value")},
-        )
-
-    twice = jax.tree.map(lambda x: jnp.stack([x, x]), arrays) | {
-        "kv_lengths": jnp.stack([arrays["kv_lengths"], jnp.array([1, 9, 3, 0])])
-    }
-    each = [attend(jax.tree.map(lambda x, i=i: x[i], twice)) for i in range(2)]
-    np.testing.assert_allclose(each[0], want, atol=1e-6)
-    for got in (jax.vmap(attend)(twice), jax.lax.scan(lambda c, x: (c, attend(x)), 0, twice)[1]):
-        np.testing.assert_allclose(got, jnp.stack(each), atol=1e-6)
-    query_alone = jax.vmap(lambda query: attend(arrays | {"query": query}))(twice["query"])
-    np.testing.assert_allclose(query_alone[1], want, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(apply)(arrays), want, atol=1e-6)
+    query_alone = jax.vmap(lambda query: apply(arrays | {"query": query}))(arrays["query"][None])
+    np.testing.assert_allclose(query_alone[0], want, atol=1e-6)
+    other = arrays | {"kv_lengths": jnp.array([1, 9, 3, 0])}
+    both = jax.tree.map(lambda *x: jnp.stack(x), arrays, other)
+    each = jnp.stack([apply(arrays), apply(other)])
+    for got in (jax.vmap(apply)(both), jax.lax.scan(lambda c, x: (c, apply(x)), 0, both)[1]):
+        np.testing.assert_allclose(got, each, atol=1e-6)
 
 
-def check_jit(call: Call) -> Any:
-    traced, eager = decode(call, "xla", jit=True), decode(call, "xla")
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), traced, eager)
-    return traced[0]
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, check_vma", [("cache", True), ("pages", True), ("pages", False)])
 def test_shard_map_over_heads(layout: str, check_vma: bool) -> None:
     """Tensor-parallel decoding: each device its key heads, and (cache) its sequences; lengths that differ."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     call = random_call()
     call = pages_of(call) if layout == "pages" else call
-    names, heads, rows = tuple(call), P(None, None, "x"), P("x")
-    table = () if layout == "cache" else (call["page_table"],)
-    function = paged_flash_decode if table else flash_decode
-    attend = lambda q, k, v, *rest: function(q, k, v, *rest, local_window_size=9)  # noqa: E731
-    arrays = [jnp.asarray(call[name]) for name in names[:3]] + [*map(jnp.asarray, (*table, call["kv_lengths"]))]
+    heads, rows = P(None, None, "x"), P("x")
+    arrays = [jnp.asarray(x) for x in call.values()]
+    attend = lambda *arrays: apply(dict(zip(call, arrays, strict=True)), local_window_size=9)  # noqa: E731
     want = attend(*arrays)
     by_head = jax.shard_map(
-        attend, mesh=mesh, in_specs=(heads,) * 3 + (P(),) * (len(table) + 1), out_specs=heads, check_vma=check_vma
+        attend, mesh=mesh, in_specs=(heads,) * 3 + (P(),) * (len(call) - 3), out_specs=heads, check_vma=check_vma
     )
     np.testing.assert_allclose(jax.jit(by_head)(*arrays), want, atol=1e-6)
-    pool = P() if table else rows
+    pool = P() if layout == "pages" else rows
     by_row = jax.shard_map(
-        attend, mesh=mesh, in_specs=(rows, pool, pool) + (rows,) * (len(table) + 1), out_specs=rows, check_vma=check_vma
+        attend, mesh=mesh, in_specs=(rows, pool, pool) + (rows,) * (len(call) - 3), out_specs=rows, check_vma=check_vma
     )
     np.testing.assert_allclose(jax.jit(by_row)(*arrays), want, atol=1e-6)
     placed = jax.device_put(arrays[0], NamedSharding(mesh, heads))
