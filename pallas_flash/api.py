@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_flash import autodiff, dispatch, reference
 from pallas_flash.autodiff import Output
 from pallas_flash.masks import Mask
-from pallas_flash.spec import Array
+from pallas_flash.spec import Array, Implementation
 from pallas_flash.validation import Arguments, Canonical, canonicalise
 
 
@@ -137,7 +137,7 @@ def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> dis
 
 def attend(call: Canonical, implementation: str | None) -> Output:
     """A checked call, computed by what is named, or chosen."""
-    choice = dispatch.choose(call.spec, call.operands, implementation)
+    choice = dispatch.choose(call.spec, call.operands, implementation, dispatch.TABLE)
     return _without_vjp(call) if choice.default is reference else _with_vjp(choice, call)
 
 
@@ -153,7 +153,7 @@ _REFUSALS = {
 }
 
 
-def _with_vjp(choice: autodiff.Choice, call: Canonical) -> Output:
+def _with_vjp(choice: autodiff.Choice[Implementation], call: Canonical) -> Output:
     try:
         return autodiff.attention(choice, call.spec, call.operands)
     except (TypeError, ValueError) as error:

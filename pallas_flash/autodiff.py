@@ -29,11 +29,11 @@ from pallas_flash.spec import (
 CHECKPOINT_NAMES = ("flash_attention_out", "flash_attention_m", "flash_attention_l")
 
 
-class Choice(NamedTuple):
+class Choice[I](NamedTuple):
     """Which implementation computes a call: one for programs lowered for an NVIDIA GPU, one for all others."""
 
-    cuda: Implementation
-    default: Implementation
+    cuda: I
+    default: I
 
 
 class Output(NamedTuple):
@@ -48,13 +48,13 @@ def log_sum_exp(m: Array, l: Array) -> Array:  # noqa: E741
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attention(choice: Choice, spec: AttentionSpec, operands: Operands) -> Output:
+def attention(choice: Choice[Implementation], spec: AttentionSpec, operands: Operands) -> Output:
     """Attention by the chosen implementation, differentiable in the operands that spec.Operands marks."""
     return _attention_fwd(choice, spec, operands)[0]
 
 
 def _attention_fwd(
-    choice: Choice, spec: AttentionSpec, operands: Operands
+    choice: Choice[Implementation], spec: AttentionSpec, operands: Operands
 ) -> tuple[Output, tuple[Operands, Residuals]]:
     forward = run(choice, "forward", spec, operands)
     residuals = Residuals(*map(checkpoint_name, forward.residuals, CHECKPOINT_NAMES))
@@ -63,7 +63,7 @@ def _attention_fwd(
 
 
 def _attention_bwd(
-    choice: Choice, spec: AttentionSpec, saved: tuple[Operands, Residuals], cotangents: Output
+    choice: Choice[Implementation], spec: AttentionSpec, saved: tuple[Operands, Residuals], cotangents: Output
 ) -> tuple[Operands]:
     operands, residuals = saved
     gradients = run(choice, "backward", spec, operands, residuals, Cotangents(cotangents.out, cotangents.lse))
@@ -73,18 +73,20 @@ def _attention_bwd(
 attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def run(choice: Choice, method: str, spec: AttentionSpec, *arrays: Any) -> Any:
+def run(choice: Choice[Any], method: str, spec: AttentionSpec, *arrays: Any) -> Any:
     """A pass of the chosen implementation, by each device on its own part of the batch and heads."""
-    pass_ = partitioning.Pass(_ByPlatform(choice, method), spec, backward=method == "backward")
+    pass_ = partitioning.Pass(ByPlatform(choice, method), spec, backward=method == "backward")
     return partitioning.run(pass_, *arrays)
 
 
 @dataclasses.dataclass(frozen=True)
-class _ByPlatform:
-    choice: Choice
+class ByPlatform:
+    """A function of the implementations: each device's own, as the program is lowered."""
+
+    choice: Choice[Any]
     method: str
 
-    def __call__(self, spec: AttentionSpec, *arrays: Any) -> Any:
+    def __call__(self, spec: Any, *arrays: Any) -> Any:
         functions = (partial(compiled(getattr(chosen, self.method)), spec) for chosen in self.choice)
         cuda, default = functions
         if self.choice.cuda is self.choice.default:

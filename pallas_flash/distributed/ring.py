@@ -127,7 +127,7 @@ def _ring(local: Local, order: Order, implementation: str | None) -> Ring:
     step = Step(jnp.int32(0), jnp.int32(0), steps.keys_of(spec, operands))
     pair = Pair(0, 0, always=False, masked=True, offset=None)
     part_spec, part = steps.part_of(ring, operands._replace(sinks=None), pair, step)
-    choice = dispatch.choose(part_spec, part, implementation)
+    choice = dispatch.choose(part_spec, part, implementation, dispatch.TABLE)
     if choice.default is reference:
         raise NotImplementedError("ring_attention: implementation='reference' has no backward pass of its own")
     return dataclasses.replace(ring, choice=choice)
