@@ -37,11 +37,11 @@ def scratch(slots: int, rows: int, wgs: int) -> Junk:
     )
 
 
-def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, tensor_cores: matmul.TensorCores) -> None:
-    """Make values[slot], [rows, head_dim], finite and say in `junk` which rows were not. Reads `columns` at a time."""
-    rows, head_dim = values.shape[1:]
+def clean(values: Ref, columns: int, junk: Junk, slot: Any, tensor_cores: matmul.TensorCores) -> None:
+    """Make values, [rows, head_dim], finite and say in junk[slot] which rows were not. Reads `columns` at a time."""
+    rows, head_dim = values.shape
     starts = [*range(0, rows - ROWS + 1, ROWS), *([rows - ROWS] if rows % ROWS else [])]
-    at = lambda start, column: values.at[slot, pl.ds(start, ROWS), pl.ds(column, columns)]  # noqa: E731
+    at = lambda start, column: values.at[pl.ds(start, ROWS), pl.ds(column, columns)]  # noqa: E731
     junk.found[slot] = jnp.int32(0)
     plgpu.commit_smem()  # before some warp finds junk
     for start in starts:  # in 16 bits: two elements an instruction
