@@ -7,7 +7,6 @@ the warpgroups that compute note which queries do take part with such a row, and
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -41,26 +40,34 @@ def clean(values: Ref, columns: int, junk: Junk, slot: Any, tensor_cores: matmul
     """Make values, [rows, head_dim], finite and say in junk[slot] which rows were not. Reads `columns` at a time."""
     rows, head_dim = values.shape
     starts = [*range(0, rows - ROWS + 1, ROWS), *([rows - ROWS] if rows % ROWS else [])]
-    at = lambda start, column: values.at[pl.ds(start, ROWS), pl.ds(column, columns)]  # noqa: E731
+    parts = head_dim // columns  # in a loop, as together they would not fit into registers
+
+    def at(start: int, part: jax.Array) -> Ref:
+        return values.at[pl.ds(start, ROWS), pl.ds(pl.multiple_of(part * columns, columns), columns)]
+
     junk.found[slot] = jnp.int32(0)
     plgpu.commit_smem()  # before some warp finds junk
     for start in starts:  # in 16 bits: two elements an instruction
-        parts = (at(start, column)[...] for column in range(0, head_dim, columns))
-        tiles = (plgpu.layout_cast(part, plgpu.Layout.WGMMA) for part in parts)
-        nothing = functools.reduce(jnp.add, (softmax.fold(jnp.add, tile * 0) for tile in tiles))
-        some = tensor_cores.any(nothing.astype(jnp.float32) != 0)  # NaN is
-        pl.when(some)(lambda: _set(junk.found, slot))
+
+        @pl.loop(0, parts)
+        def _(part: jax.Array) -> None:
+            tile = plgpu.layout_cast(at(start, part)[...], plgpu.Layout.WGMMA)
+            nothing = softmax.fold(jnp.add, tile * 0)
+            some = tensor_cores.any(nothing.astype(jnp.float32) != 0)  # NaN is
+            pl.when(some)(lambda: _set(junk.found, slot))
+
     plgpu.commit_smem()
 
     @pl.when(junk.found[slot] != 0)
     def _() -> None:
         for start in starts:
-            bad = _nothing()
-            for column in range(0, head_dim, columns):
-                tile = _load(at(start, column))
-                bad += _poison(tile)
-                at(start, column)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
-            junk.rows[slot, pl.ds(start, ROWS)] = bad
+
+            def clean_part(part: jax.Array, bad: jax.Array) -> jax.Array:
+                tile = _load(at(start, part))
+                at(start, part)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
+                return bad + _poison(tile)
+
+            junk.rows[slot, pl.ds(start, ROWS)] = lax.fori_loop(0, parts, clean_part, _nothing())
         plgpu.commit_smem()
 
 

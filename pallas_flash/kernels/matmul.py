@@ -67,9 +67,9 @@ class TensorCores(Protocol):
         elements only."""
         ...
 
-    def gather(self, source: Ref, index: tuple[Any, ...], axis: int | None = None) -> jax.Array:
+    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
         """source[index] from device memory into the registers of a tile. index: for each axis an int32 within it, a
-        scalar or a tile; at least one is a tile. axis: they are lines along that axis of a tile, not tiles."""
+        scalar or a tile; at least one is a tile. layout: that of the tile, or of another array."""
         ...
 
     def scatter(self, target: Ref, rows: jax.Array, value: jax.Array) -> None:
@@ -124,8 +124,8 @@ class Wgmma:
     def any(self, flags: jax.Array) -> jax.Array:
         return _any_of_warp(flags)
 
-    def gather(self, source: Ref, index: tuple[Any, ...], axis: int | None = None) -> jax.Array:
-        return _gather(source, index, axis)
+    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
+        return _gather(source, index, layout)
 
     def scatter(self, target: Ref, rows: jax.Array, value: jax.Array) -> None:
         scatter.scatter(target, rows, value)
@@ -178,7 +178,7 @@ class Interpreted:
     def any(self, flags: jax.Array) -> jax.Array:
         return jnp.any(flags)
 
-    def gather(self, source: Ref, index: tuple[Any, ...], axis: int | None = None) -> jax.Array:
+    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
         return source[...][index]
 
     def scatter(self, target: Ref, rows: jax.Array, value: jax.Array) -> None:
@@ -223,9 +223,8 @@ def _any_of_warp(flags: jax.Array) -> jax.Array:
 # Loads of single elements: nothing is asked of the array's alignment or strides, and addresses are 64 bits wide.
 
 
-def _gather(source: Ref, index: tuple[Any, ...], axis: int | None) -> jax.Array:
+def _gather(source: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
     tiles = [place for place in index if jnp.ndim(place)]
-    layout = plgpu.Layout.WGMMA if axis is None else plgpu.Layout.WGMMA.reduce(1 - axis)
     load = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[layout] * len(tiles)),
         return_type=plgpu.ShapeDtypeStruct(tiles[0].shape, source.dtype, layout=layout),

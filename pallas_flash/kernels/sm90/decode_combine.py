@@ -14,11 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.kernels import softmax
 from pallas_flash.kernels.sm90 import decode_plan
 from pallas_flash.kernels.sm90.config import round_up
-from pallas_flash.kernels.sm90.decode_config import ROWS
+from pallas_flash.kernels.sm90.decode_config import ROWS, THREADS
 from pallas_flash.kernels.sm90.decode_plan import Inputs, Outputs, Plan, Ref
 from pallas_flash.spec import LN2, LOG2E
 
-THREADS = 128  # each holds the same columns of every split
 AT_ONCE = 8  # splits that are loaded together
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from pallas_flash.kernels.sm90.config import BARRIER_BYTES, BUFFER_ALIGNMENT, MAX_SHARED_BYTES, round_up
 
 ROWS = 64  # of a tile of queries: what wgmma multiplies
+THREADS = 128  # of a CTA: one warpgroup
 SM_SHARED_BYTES = 233_472  # of all CTAs of an SM
 CTA_OVERHEAD_BYTES = 1024  # that the hardware takes for each
 SMS = 132  # of an H100 or H200 (SXM)
@@ -54,7 +55,7 @@ class DecodeConfig:
         buffers = [ROWS * head_dim * np.dtype(dtype).itemsize, self.k_stages * k, self.v_stages * v]
         if dtype != cache_dtype:
             buffers += [self.block_kv * dim * np.dtype(dtype).itemsize for dim in (head_dim, value_head_dim)]
-        buffers += [BUFFER_ALIGNMENT] * 3  # what is known of junk
+        buffers += [BUFFER_ALIGNMENT] * 3  # what is known of junk, and scales, which exclude each other mostly
         return sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers) + BARRIER_BYTES
 
     def ctas_per_sm(self, shared_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import tma
-from pallas_flash.kernels.sm90.decode_config import ROWS
+from pallas_flash.kernels.sm90.decode_config import ROWS, THREADS
 from pallas_flash.kernels.sm90.decode_plan import Ref, Worker
-from pallas_flash.kernels.tile_mask import line
 
 Place = tuple[Any, Any]  # sequence or page, and row in it
 
@@ -85,32 +86,31 @@ def copy(worker: Worker, stream: Stream, step: Any, found: Sequence[Place]) -> N
             )  # fmt: skip
 
 
-class Scales(NamedTuple):
-    """What the keys, and the values, of a block are to be multiplied with: float32, for each or for all of them."""
-
-    k: jax.Array | None
-    v: jax.Array | None
-
-
-def scales(worker: Worker, step: Any) -> Scales:
-    """Those of a step's block. A key behind the sequence has that of the last one."""
+def scale(worker: Worker, source: Ref | None, step: Any) -> jax.Array | None:
+    """What the keys, or the values, of a step's block are to be multiplied with: float32, one for each thread's key or
+    one for all. A key behind the sequence has that of the last one, and the step behind the last one that of some
+    other."""
     plan, inputs, _, _, work = worker
-    if inputs.k_scale is None and inputs.v_scale is None:
-        return Scales(None, None)
-    # The step behind the last one reads some block's again.
-    base = work.blocks.of_step(step) * plan.config.block_kv
-    row = jnp.minimum(line(plan.config.block_kv, 1) + base, work.length - 1)
-    sequence = work.batch
-    if inputs.page_table is not None:
-        size = jnp.full(row.shape, plan.page_size, jnp.int32)
-        page = plan.tensor_cores.gather(inputs.page_table, (work.batch, lax.div(row, size)), axis=1)
-        sequence, row = jnp.minimum(jnp.maximum(page, 0), plan.pages - 1), lax.rem(row, size)
+    if source is None:
+        return None
+    of_token, of_page = source.shape[1] > 1, inputs.page_table is not None
+    if not (of_token or of_page):
+        return source[work.batch, 0, work.kv_head]
+    layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+    full = lambda value: plgpu.layout_cast(jnp.full((THREADS,), value, jnp.int32), layout)  # noqa: E731
+    gather = functools.partial(plan.tensor_cores.gather, layout=layout)
+    key = lax.rem(plgpu.layout_cast(lax.iota(jnp.int32, THREADS), layout), full(plan.config.block_kv))
+    row = jnp.minimum(key + work.blocks.of_step(step) * plan.config.block_kv, work.length - 1)
+    if not of_page:
+        return gather(source, (work.batch, row, work.kv_head))
+    page = gather(inputs.page_table, (work.batch, lax.div(row, full(plan.page_size))))
+    page = jnp.minimum(jnp.maximum(page, 0), plan.pages - 1)
+    return gather(source, (page, lax.rem(row, full(plan.page_size)) if of_token else jnp.int32(0), work.kv_head))
 
-    def read(source: Ref | None) -> jax.Array | None:
-        if source is None:
-            return None
-        place = (sequence, row if source.shape[1] > 1 else jnp.int32(0), work.kv_head)
-        lines = any(index.ndim for index in place)
-        return plan.tensor_cores.gather(source, place, axis=1) if lines else source[place]
 
-    return Scales(read(inputs.k_scale), read(inputs.v_scale))
+def spread(scale: jax.Array | None, buffer: Ref, keys: int) -> jax.Array | None:
+    """From one key a thread to one value a column of a tile."""
+    if scale is None or scale.ndim == 0:
+        return scale
+    buffer[...] = scale
+    return plgpu.layout_cast(buffer[pl.ds(0, keys)], plgpu.Layout.WGMMA.reduce(0))

@@ -37,7 +37,8 @@ class State(NamedTuple):
     """Between two key blocks; O's accumulator stands apart."""
 
     stats: softmax.RowStatistics
-    scales: decode_copies.Scales  # of the next block
+    k_scale: jax.Array | None  # of the next block
+    v_scale: jax.Array | None
 
 
 def run(
@@ -151,23 +152,25 @@ def _first_state(worker: Worker) -> State:
     )
     rows = plgpu.layout_cast(jnp.full((ROWS,), softmax.NO_MAXIMUM, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
     stats = softmax.RowStatistics(tile(softmax.NO_MAXIMUM), rows, tile(0.0))
-    return State(stats, decode_copies.scales(worker, jnp.int32(0)))
+    scales = (decode_copies.scale(worker, source, jnp.int32(0)) for source in (worker.inputs.k_scale, worker.inputs.v_scale))
+    return State(stats, *scales)
 
 
 def _step(worker: Worker, acc: Ref, step: jax.Array, state: State, *, masked: bool) -> State:
     """S = Q K^T, the softmax, O += P V on one block."""
-    plan, _, buffers, _, work = worker
+    plan, inputs, buffers, _, work = worker
     tensor_cores, units = plan.tensor_cores, plan.units
     keys, values = decode_copies.streams(worker)
     # What must come from device memory before a copy can start, or a block be worked on, comes a step early.
     next_k, next_v = (decode_copies.places(worker, step + stream.stages) for stream in (keys, values))
-    scales, next_scales = state.scales, decode_copies.scales(worker, step + 1)
 
     k = _landed(worker, keys, buffers.k_converted, step)
     scores = tensor_cores.landed(tensor_cores.issue(buffers.q.at[0], k), pending=0)
     decode_copies.copy(worker, keys, step + keys.stages, next_k)
-    if scales.k is not None:
-        scores = scores * softmax.columns_like(scales.k, scores)
+    if state.k_scale is not None:
+        k_scale = decode_copies.spread(state.k_scale, buffers.scales.at[0], plan.config.block_kv)
+        scores = scores * softmax.columns_like(k_scale, scores)
+    k_scale = decode_copies.scale(worker, inputs.k_scale, step + 1)
     tile = plan.tile(work, step)
     if not plan.raw_scores:
         scores = tile.logits(scores)
@@ -181,17 +184,20 @@ def _step(worker: Worker, acc: Ref, step: jax.Array, state: State, *, masked: bo
     sums = state.stats.l * softmax.rows_like(alpha, state.stats.l) + softmax.fold(jnp.add, p)
     out = tensor_cores.load(acc, pending=0)
     tensor_cores.store(acc, out * softmax.rows_like(alpha, out))
-    if scales.v is not None:
-        scaled = p * softmax.columns_like(scales.v, p)
+    if state.v_scale is not None:
+        v_scale = decode_copies.spread(state.v_scale, buffers.scales.at[1], plan.config.block_kv)
+        scaled = p * softmax.columns_like(v_scale, p)
         p = jnp.where(p > 0, scaled, 0.0) if masked else scaled  # the scale of a hidden key may be NaN
+    v_scale = decode_copies.scale(worker, inputs.v_scale, step + 1)
 
+    p16 = lax.optimization_barrier(p.astype(plan.dtype))
     v = _landed(worker, values, buffers.v_converted, step)
     if masked and buffers.junk is not None:
         _clean(worker, v, step)
-    tensor_cores.start(acc, p.astype(plan.dtype), v)
+    tensor_cores.start(acc, p16, v)
     tensor_cores.wait(0)
     decode_copies.copy(worker, values, step + values.stages, next_v)
-    return State(softmax.RowStatistics(m, shift, sums), next_scales)
+    return State(softmax.RowStatistics(m, shift, sums), k_scale, v_scale)
 
 
 def _landed(worker: Worker, stream: decode_copies.Stream, converted: Ref | None, step: jax.Array) -> Ref:
@@ -200,11 +206,23 @@ def _landed(worker: Worker, stream: decode_copies.Stream, converted: Ref | None,
     plgpu.barrier_wait(stream.landed.at[slot])
     if converted is None:
         return stream.buffer.at[slot]
-    dtype = worker.plan.dtype
-    cached = plgpu.layout_cast(stream.buffer[slot], plgpu.Layout.WGMMA_UPCAST_2X)
-    converted[0] = cached.astype(dtype)
+    width = memory.tile_columns(stream.buffer.shape, stream.buffer.dtype)
+
+    @pl.loop(0, stream.buffer.shape[-1] // width)
+    def _(index: jax.Array) -> None:
+        part = pl.ds(pl.multiple_of(index * width, width), width)
+        cached = plgpu.layout_cast(stream.buffer[slot, :, part], plgpu.Layout.WGMMA_UPCAST_4X)
+        converted[0, :, part] = _exactly(cached, worker.plan.dtype)
+
     plgpu.commit_smem()
     return converted.at[0]
+
+
+def _exactly(cached: jax.Array, dtype: Any) -> jax.Array:
+    """8-bit values in 16 bits, by conversions that the hardware has."""
+    if cached.dtype == jnp.int8:
+        cached = cached.astype(jnp.bfloat16)
+    return cached if cached.dtype == dtype else cached.astype(jnp.float32).astype(dtype)
 
 
 def _clean(worker: Worker, values: Ref, step: jax.Array) -> None:
@@ -235,7 +253,7 @@ def _store(worker: Worker, outputs: Outputs, out: jax.Array, stats: softmax.RowT
         normalizer += junk.of_readers(buffers.junk, jnp.int32(0))
     if plan.splits == 1 and inputs.sinks is not None:
         head = lax.rem(jnp.maximum(rows, 0), jnp.full(rows.shape, plan.shapes.num_q_heads, jnp.int32))
-        sinks = plan.tensor_cores.gather(inputs.sinks, (head,), axis=0)
+        sinks = plan.tensor_cores.gather(inputs.sinks, (head,), plgpu.Layout.WGMMA.reduce(1))
         lse, weight = decode_combine.with_sink(lse, sinks)
         normalizer *= weight
     out = (out * softmax.rows_like(normalizer, out)).astype(outputs.out.dtype)

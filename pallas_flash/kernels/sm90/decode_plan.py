@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import masks
 from pallas_flash.decode_spec import DecodeOperands, DecodeSpec
 from pallas_flash.kernels import junk, matmul, memory, softmax
-from pallas_flash.kernels.sm90.decode_config import ROWS, DecodeConfig, copy_rows
+from pallas_flash.kernels.sm90.decode_config import ROWS, THREADS, DecodeConfig, copy_rows
 from pallas_flash.kernels.tile_mask import GroupedIndex
 from pallas_flash.kernels.tile_scores import ScoreOperands, TileScores
 from pallas_flash.spec import LOG2E, AttentionSpec, Shapes
@@ -53,6 +53,7 @@ class Buffers(NamedTuple):
     v: Ref  # [v_stages, block_kv, Hv]
     k_converted: Ref | None  # [1, block_kv, H] in q's dtype; None: the cache is in it
     v_converted: Ref | None
+    scales: Ref | None  # [2, THREADS]: of a block of keys, and of one of values; None: the cache has none
     junk: junk.Junk | None  # of a block of values; None: values in 8-bit integers have none
     acc: Ref | None  # only for the interpreter
 
@@ -83,7 +84,8 @@ class Blocks(NamedTuple):
 
     def of_step(self, step: Any) -> Any:
         """Rotated: first those behind the unmasked ones, then those before them, then the unmasked ones."""
-        return self.start + lax.rem(step + self.full_end - self.start, self.steps)
+        block = step + self.full_end
+        return jnp.where(block < self.end, block, block - self.steps)
 
 
 class Work(NamedTuple):
@@ -227,6 +229,7 @@ def buffers(plan: Plan) -> Buffers:
         v=cached(v, contract_rows=not plan.converts),
         k_converted=here(blocks(1, shapes.head_dim)) if plan.converts else None,
         v_converted=here(blocks(1, shapes.value_head_dim), contract_rows=True) if plan.converts else None,
+        scales=plgpu.SMEM((2, THREADS), jnp.float32) if plan.converts else None,
         junk=junk.scratch(1, config.block_kv, 1) if plan.has_junk else None,
         acc=plan.tensor_cores.scratch((ROWS, shapes.value_head_dim)),
     )
