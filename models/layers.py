@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from models.config import TransformerConfig
+from pallas_flash import Rotary, apply_rotary
 
 
 def rms_norm(config: TransformerConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -19,13 +19,7 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 
     x: [B, T, N, H]; positions: int [T] or [B, T]. The scores of rotated queries and keys depend on distances alone.
     """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies  # [*B, T, 1, H/2]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    # In float32: bfloat16 has 8 bits, too few for the angle of a position in the thousands.
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return apply_rotary(x, positions, Rotary(theta))
 
 
 def linear(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_flash import autodiff, dispatch, reference
 from pallas_flash.autodiff import Output
 from pallas_flash.masks import Mask
-from pallas_flash.spec import Array
+from pallas_flash.spec import Array, Implementation
 from pallas_flash.validation import Arguments, Canonical, canonicalise
 
 
@@ -104,7 +104,7 @@ def flash_attention(
     arguments = dict(locals())
     del arguments["implementation"]
     call = canonicalise(Arguments(**arguments))
-    choice = dispatch.choose(call.spec, call.operands, implementation)
+    choice = dispatch.choose(call.spec, call.operands, implementation, dispatch.TABLE)
     output = _without_vjp(call) if choice.default is reference else _with_vjp(choice, call)
     return _restore(call, output, return_residual=return_residual)
 
@@ -149,7 +149,7 @@ _REFUSALS = {
 }
 
 
-def _with_vjp(choice: autodiff.Choice, call: Canonical) -> Output:
+def _with_vjp(choice: autodiff.Choice[Implementation], call: Canonical) -> Output:
     try:
         return autodiff.attention(choice, call.spec, call.operands)
     except (TypeError, ValueError) as error:

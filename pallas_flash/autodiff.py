@@ -27,11 +27,11 @@ from pallas_flash.spec import (
 CHECKPOINT_NAMES = ("flash_attention_out", "flash_attention_m", "flash_attention_l")
 
 
-class Choice(NamedTuple):
+class Choice[I](NamedTuple):
     """Which implementation computes a call: one for programs lowered for an NVIDIA GPU, one for all others."""
 
-    cuda: Implementation
-    default: Implementation
+    cuda: I
+    default: I
 
 
 class Output(NamedTuple):
@@ -46,32 +46,33 @@ def log_sum_exp(m: Array, l: Array) -> Array:  # noqa: E741
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attention(choice: Choice, spec: AttentionSpec, operands: Operands) -> Output:
+def attention(choice: Choice[Implementation], spec: AttentionSpec, operands: Operands) -> Output:
     """Attention by the chosen implementation, differentiable in the operands that spec.Operands marks."""
     return _attention_fwd(choice, spec, operands)[0]
 
 
 def _attention_fwd(
-    choice: Choice, spec: AttentionSpec, operands: Operands
+    choice: Choice[Implementation], spec: AttentionSpec, operands: Operands
 ) -> tuple[Output, tuple[Operands, Residuals]]:
-    forward = _run(choice, "forward", spec, operands)
+    forward = run(choice, "forward", spec, operands)
     residuals = Residuals(*map(checkpoint_name, forward.residuals, CHECKPOINT_NAMES))
     out, m, l = residuals  # noqa: E741
     return Output(out, log_sum_exp(m, l), forward.max_logit), (operands, residuals)
 
 
 def _attention_bwd(
-    choice: Choice, spec: AttentionSpec, saved: tuple[Operands, Residuals], cotangents: Output
+    choice: Choice[Implementation], spec: AttentionSpec, saved: tuple[Operands, Residuals], cotangents: Output
 ) -> tuple[Operands]:
     operands, residuals = saved
-    gradients = _run(choice, "backward", spec, operands, residuals, Cotangents(cotangents.out, cotangents.lse))
+    gradients = run(choice, "backward", spec, operands, residuals, Cotangents(cotangents.out, cotangents.lse))
     return (_in_place_of(operands, gradients),)
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _run(choice: Choice, method: str, spec: AttentionSpec, *arrays: Any) -> Any:
+def run(choice: Choice[Any], method: str, spec: Any, *arrays: Any) -> Any:
+    """Call a function of the implementations on arrays: each device's own, as the program is lowered."""
     cuda, default = (partial(compiled(getattr(implementation, method)), spec) for implementation in choice)
     if choice.cuda is choice.default:
         return default(*arrays)

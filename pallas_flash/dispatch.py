@@ -5,26 +5,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from typing import Any, Protocol
 
 import jax
 
-from pallas_flash import reference, xla
+from pallas_flash import reference, xla, xla_decode
 from pallas_flash.autodiff import Choice
+from pallas_flash.decode_spec import DecodeImplementation
 from pallas_flash.kernels import sm90
-from pallas_flash.spec import AttentionSpec, Implementation, Operands
+from pallas_flash.spec import Implementation
 
 logger = logging.getLogger("pallas_flash")
 
 
+class Candidate(Protocol):
+    """What attention's and decoding's implementations share. A call's spec and operands are of the table's own kind."""
+
+    NAME: str
+
+    def unsupported(self, spec: Any, operands: Any) -> str | None: ...
+
+
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry[I: Candidate]:
     """One row of the table.
 
     capability: the smallest compute capability of an NVIDIA GPU that runs it, and the first that does not; None: any
     device. automatic: whether implementation=None may choose it.
     """
 
-    implementation: Implementation
+    implementation: I
     rank: str  # why it stands where it does
     capability: tuple[tuple[int, int], tuple[int, int]] | None = None
     automatic: bool = True
@@ -35,10 +45,13 @@ class Entry:
 
 
 # In the order in which implementation=None tries them.
-TABLE: tuple[Entry, ...] = (
+TABLE: tuple[Entry[Implementation], ...] = (
     Entry(sm90, "fused kernels, forward and backward, for Hopper GPUs", capability=((9, 0), (10, 0))),
     Entry(xla, "runs on every device and takes every call; memory linear in the sequence length"),
     Entry(reference, "the meaning, at O(T S) memory: only by name", automatic=False),
+)
+DECODE_TABLE: tuple[Entry[DecodeImplementation], ...] = (
+    Entry(xla_decode, "runs on every device and takes every call; memory linear in the cache's length"),
 )
 
 
@@ -77,18 +90,22 @@ def compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def names() -> tuple[str, ...]:
-    return tuple(entry.name for entry in TABLE)
+def names(table: tuple[Entry[Any], ...] = TABLE) -> tuple[str, ...]:
+    return tuple(entry.name for entry in table)
 
 
 def explain(
-    spec: AttentionSpec, operands: Operands, capability: tuple[int, int] | None, name: str | None = None
+    spec: Any,
+    operands: Any,
+    capability: tuple[int, int] | None,
+    name: str | None = None,
+    table: tuple[Entry[Any], ...] = TABLE,
 ) -> Explanation:
-    """Go down the table for a device: an NVIDIA GPU of this capability, or (None) anything else."""
-    _check_name(name)
+    """Go down a table for a device: an NVIDIA GPU of this capability, or (None) anything else."""
+    _check_name(name, table)
     verdicts: list[Verdict] = []
     found = False
-    for entry in TABLE:
+    for entry in table:
         reason = _obstacle(entry, spec, operands, capability)
         if reason is None and name is None and not entry.automatic:
             reason = entry.rank
@@ -105,12 +122,12 @@ def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _check_name(name: str | None) -> None:
-    if name is not None and name not in names():
-        raise ValueError(f"implementation must be None or one of {', '.join(names())}, not {name!r}")
+def _check_name(name: str | None, table: tuple[Entry[Any], ...]) -> None:
+    if name is not None and name not in names(table):
+        raise ValueError(f"implementation must be None or one of {', '.join(names(table))}, not {name!r}")
 
 
-def _obstacle(entry: Entry, spec: AttentionSpec, operands: Operands, capability: tuple[int, int] | None) -> str | None:
+def _obstacle(entry: Entry[Any], spec: Any, operands: Any, capability: tuple[int, int] | None) -> str | None:
     if entry.capability is not None:
         lowest, beyond = entry.capability
         if capability is None or not lowest <= capability < beyond:
@@ -118,25 +135,25 @@ def _obstacle(entry: Entry, spec: AttentionSpec, operands: Operands, capability:
     return entry.implementation.unsupported(spec, operands)
 
 
-def choose(spec: AttentionSpec, operands: Operands, name: str | None) -> Choice:
+def choose[I: Candidate](spec: Any, operands: Any, name: str | None, table: tuple[Entry[I], ...]) -> Choice[I]:
     """The implementations for a call. An explicit name is taken or refused (NotImplementedError), never replaced."""
     if name is not None:
-        return _by_name(spec, operands, name)
+        return _by_name(spec, operands, name, table)
     capability = compute_capability()
-    default = explain(spec, operands, None)
-    on_gpu = explain(spec, operands, capability) if capability else default
+    default = explain(spec, operands, None, table=table)
+    on_gpu = explain(spec, operands, capability, table=table) if capability else default
     if capability and on_gpu.chosen == xla.NAME:
         _warn_slow(str(on_gpu))
-    return Choice(cuda=_chosen(on_gpu), default=_chosen(default))
+    return Choice(cuda=_chosen(on_gpu, table), default=_chosen(default, table))
 
 
-def _chosen(explanation: Explanation) -> Implementation:
-    return next(entry.implementation for entry in TABLE if entry.name == explanation.chosen)
+def _chosen[I: Candidate](explanation: Explanation, table: tuple[Entry[I], ...]) -> I:
+    return next(entry.implementation for entry in table if entry.name == explanation.chosen)
 
 
-def _by_name(spec: AttentionSpec, operands: Operands, name: str) -> Choice:
-    _check_name(name)
-    entry = next(entry for entry in TABLE if entry.name == name)
+def _by_name[I: Candidate](spec: Any, operands: Any, name: str, table: tuple[Entry[I], ...]) -> Choice[I]:
+    _check_name(name, table)
+    entry = next(entry for entry in table if entry.name == name)
     reason = entry.implementation.unsupported(spec, operands)
     if reason is not None:
         raise NotImplementedError(f"implementation={name!r} cannot compute this call: {reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def test_examples_run(path):
     sessions = [[block] for block in blocks] if path.name == "README.md" else [blocks]
     failures = [failure for session in sessions for failure in run(session, path.name)]
     assert not failures, "".join(failures)
+
+
+@pytest.mark.parametrize("name", ["cache", "combine", "decode", "rotary"])
+def test_examples_of_docstrings_run(name):
+    results = doctest.testmod(importlib.import_module(f"pallas_flash.{name}"))
+    assert results.attempted > 0 and results.failed == 0
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

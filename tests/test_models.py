@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.attention import Attention, KVCache, Rows
+from models.attention import Attention, Rows
 from models.config import PRESETS, TransformerConfig
 from models.layers import rotary
 from models.transformer import Transformer
+from pallas_flash import Cache
 
 SMALL = TransformerConfig(
     vocab_size=32,
@@ -48,7 +49,7 @@ def logits_of(model: Transformer, tokens: jax.Array, segment_ids=None, lengths=N
 
 
 @jax.jit
-def extend(model: Transformer, tokens, caches, offset, lengths) -> tuple[jax.Array, list[KVCache]]:
+def extend(model: Transformer, tokens, caches, offset, lengths) -> tuple[jax.Array, list[Cache]]:
     return model.extend(tokens, caches, offset=offset, lengths=lengths)
 
 
@@ -196,14 +197,6 @@ def test_the_forward_pass_of_attention_runs_once(remat):
     tokens, model = random_tokens(), make(remat=remat, num_layers=1)
     program = jax.jit(jax.grad(lambda model: model(tokens).sum())).lower(model).as_text()
     assert program.count("call @forward") == 1 and program.count("call @backward") == 1
-
-
-def test_cache_rows_are_written_where_each_row_stands():
-    cache = KVCache.empty(SMALL, batch=2, capacity=6)
-    new = jnp.ones((2, 2, SMALL.num_kv_heads, SMALL.head_dim))
-    written = cache.write(new, 2 * new, jnp.array([0, 3]))
-    np.testing.assert_array_equal(written.key[:, :, 0, 0], [[1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 0]])
-    np.testing.assert_array_equal(written.value, 2 * written.key)
 
 
 def test_extending_ragged_caches_in_pieces_equals_one_pass():
