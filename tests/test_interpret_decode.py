@@ -5,7 +5,6 @@ How and why in a process of its own: test_interpret.py.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -109,7 +108,9 @@ CASES = {
     ),
     "a soft cap, sinks, float16, a traced scale below 0, odd head dims": (
         DecodeSpec(None, soft_cap=3.0),
-        operands_of((1, 2, 100, 2, 2, 24, 72), [99], jnp.float16, sinks=jnp.array([0.5, -jnp.inf]), scale=jnp.float32(-0.2)),
+        operands_of(
+            (1, 2, 100, 2, 2, 24, 72), [99], jnp.float16, sinks=jnp.array([0.5, -jnp.inf]), scale=jnp.float32(-0.2)
+        ),
         1,
     ),
     "slopes, query lengths": (
@@ -130,10 +131,12 @@ CASES = {
         DecodeSpec(0.125), operands_of((2, 1, 128, 4, 2, 32, 64), [128, 70], jnp.float16, jnp.int8, "all"), 1,
     ),
     "float8 in pages, scales by token, a window": (
-        DecodeSpec(0.125, window=100), operands_of((2, 2, 256, 4, 2, 64, 64), [250, 70], cache=FP8, scales="tokens", pages=32), 2,
+        DecodeSpec(0.125, window=100),
+        operands_of((2, 2, 256, 4, 2, 64, 64), [250, 70], cache=FP8, scales="tokens", pages=32), 2,
     ),
     "float8 in pages, a scale for each": (
-        DecodeSpec(0.125, soft_cap=5.0), operands_of((2, 1, 128, 4, 2, 64, 64), [120, 33], cache=FP8, scales="all", pages=16), 1,
+        DecodeSpec(0.125, soft_cap=5.0),
+        operands_of((2, 1, 128, 4, 2, 64, 64), [120, 33], cache=FP8, scales="all", pages=16), 1,
     ),
 }  # fmt: skip
 

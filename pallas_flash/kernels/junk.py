@@ -7,6 +7,7 @@ the warpgroups that compute note which queries do take part with such a row, and
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -45,29 +46,28 @@ def clean(values: Ref, columns: int, junk: Junk, slot: Any, tensor_cores: matmul
     def at(start: int, part: jax.Array) -> Ref:
         return values.at[pl.ds(start, ROWS), pl.ds(pl.multiple_of(part * columns, columns), columns)]
 
+    def look(start: int, part: jax.Array) -> None:  # in 16 bits: two elements an instruction
+        tile = plgpu.layout_cast(at(start, part)[...], plgpu.Layout.WGMMA)
+        nothing = softmax.fold(jnp.add, tile * 0)
+        some = tensor_cores.any(nothing.astype(jnp.float32) != 0)  # NaN is
+        pl.when(some)(lambda: _set(junk.found, slot))
+
+    def clean_part(start: int, part: jax.Array, bad: jax.Array) -> jax.Array:
+        tile = _load(at(start, part))
+        at(start, part)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
+        return bad + _poison(tile)
+
     junk.found[slot] = jnp.int32(0)
     plgpu.commit_smem()  # before some warp finds junk
-    for start in starts:  # in 16 bits: two elements an instruction
-
-        @pl.loop(0, parts)
-        def _(part: jax.Array) -> None:
-            tile = plgpu.layout_cast(at(start, part)[...], plgpu.Layout.WGMMA)
-            nothing = softmax.fold(jnp.add, tile * 0)
-            some = tensor_cores.any(nothing.astype(jnp.float32) != 0)  # NaN is
-            pl.when(some)(lambda: _set(junk.found, slot))
-
+    for start in starts:
+        pl.loop(0, parts)(functools.partial(look, start))
     plgpu.commit_smem()
 
     @pl.when(junk.found[slot] != 0)
     def _() -> None:
         for start in starts:
-
-            def clean_part(part: jax.Array, bad: jax.Array) -> jax.Array:
-                tile = _load(at(start, part))
-                at(start, part)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
-                return bad + _poison(tile)
-
-            junk.rows[slot, pl.ds(start, ROWS)] = lax.fori_loop(0, parts, clean_part, _nothing())
+            bad = lax.fori_loop(0, parts, functools.partial(clean_part, start), _nothing())
+            junk.rows[slot, pl.ds(start, ROWS)] = bad
         plgpu.commit_smem()
 
 

@@ -18,7 +18,7 @@ from pallas_flash.kernels.sm90.decode_config import ROWS, THREADS
 from pallas_flash.kernels.sm90.decode_plan import Inputs, Outputs, Plan, Ref
 from pallas_flash.spec import LN2, LOG2E
 
-AT_ONCE = 8  # splits that are loaded together
+AT_ONCE = 16  # splits that are loaded together
 
 
 class State(NamedTuple):
@@ -77,7 +77,9 @@ def _kernel(plan: Plan, inputs: Inputs, partials: Outputs, outputs: Outputs, buf
             l, acc = l + weight, acc + out * weight  # noqa: E741
         return State(m, l, acc)
 
-    nothing = State(jnp.float32(softmax.NO_MAXIMUM), jnp.float32(0), _columns_of(jnp.zeros((buffer.shape[0],), jnp.float32)))
+    nothing = State(
+        jnp.float32(softmax.NO_MAXIMUM), jnp.float32(0), _columns_of(jnp.zeros((buffer.shape[0],), jnp.float32))
+    )
     m, l, acc = lax.fori_loop(0, lax.div(used + (AT_ONCE - 1), jnp.int32(AT_ONCE)), merge, nothing)  # noqa: E741
     lse = m + jnp.log2(l) * LN2
     acc = acc * (1 / jnp.maximum(l, jnp.finfo(jnp.float32).tiny))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
-from pallas_flash.kernels.sm90.config import BARRIER_BYTES, BUFFER_ALIGNMENT, MAX_SHARED_BYTES, round_up
+from pallas_flash.kernels.sm90.config import BARRIER_BYTES, BUFFER_ALIGNMENT, COLUMNS, MAX_SHARED_BYTES, round_up
+from pallas_flash.spec import Shapes
 
 ROWS = 64  # of a tile of queries: what wgmma multiplies
 THREADS = 128  # of a CTA: one warpgroup
 SM_SHARED_BYTES = 233_472  # of all CTAs of an SM
 CTA_OVERHEAD_BYTES = 1024  # that the hardware takes for each
+MOST_CTAS = 3  # of an SM: a thread then has up to 168 registers
 SMS = 132  # of an H100 or H200 (SXM)
 
 
@@ -48,19 +51,26 @@ class DecodeConfig:
         filling = min(ctas_per_sm * self.num_sms // tiles, most)
         return max(filling, capacity // self.keys_per_split, 1)
 
-    def shared_bytes(self, head_dims: tuple[int, int], dtype: np.dtype, cache_dtype: np.dtype) -> int:
+    def shared_bytes(self, head_dims: tuple[int, int], dtype: Any, cache_dtype: Any) -> int:
         """What a CTA needs. A cache in 8 bits is converted to a block in the queries' dtype."""
         head_dim, value_head_dim = head_dims
         k, v = (self.block_kv * dim * np.dtype(cache_dtype).itemsize for dim in head_dims)
         buffers = [ROWS * head_dim * np.dtype(dtype).itemsize, self.k_stages * k, self.v_stages * v]
         if dtype != cache_dtype:
             buffers += [self.block_kv * dim * np.dtype(dtype).itemsize for dim in (head_dim, value_head_dim)]
-        buffers += [BUFFER_ALIGNMENT] * 3  # what is known of junk, and scales, which exclude each other mostly
+            buffers += [2 * THREADS * 4]  # scales
+        buffers += [BUFFER_ALIGNMENT] * 3  # what is known of junk
         return sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers) + BARRIER_BYTES
 
     def ctas_per_sm(self, shared_bytes: int) -> int:
         assert shared_bytes <= MAX_SHARED_BYTES
-        return min(SM_SHARED_BYTES // (shared_bytes + CTA_OVERHEAD_BYTES), 4)
+        return min(SM_SHARED_BYTES // (shared_bytes + CTA_OVERHEAD_BYTES), MOST_CTAS)
+
+
+def padded_head_dims(shapes: Shapes, cache_dtype: Any) -> tuple[int, int]:
+    """As buffers hold them: in whole units of a buffer of the cache."""
+    unit = COLUMNS * 2 // np.dtype(cache_dtype).itemsize
+    return round_up(shapes.head_dim, unit), round_up(shapes.value_head_dim, unit)
 
 
 def copy_rows(page_size: int | None, block_kv: int) -> int:

@@ -5,8 +5,8 @@ single warpgroup: it starts copies of key and value blocks far ahead (TMA), and 
 the online softmax does. Two CTAs an SM hide each other's waits. The walk over a sequence is cut into splits, each with
 a CTA of its own; `decode_combine` merges what they found.
 
-Queries stay rows here, as in the forward kernel. Most of the 64 are padding, yet on 64 rows and head dim 128 a key costs
-the tensor cores 4 cycles and the exponentials 4 of the 26 that its 512 bytes take to arrive at an SM.
+Queries stay rows here, as in the forward kernel. Most of the 64 are padding, yet with 64 rows and head dim 128 a key
+costs the tensor cores 4 cycles and the exponentials 4, of the 26 that its 512 bytes take to arrive at an SM.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from pallas_flash.combine import Partial
 from pallas_flash.decode_spec import DecodeOperands, DecodeSpec
 from pallas_flash.kernels import junk, matmul, memory, softmax, tile_function, tma
 from pallas_flash.kernels.sm90 import decode_combine, decode_copies, decode_plan
-from pallas_flash.kernels.sm90.config import COLUMNS, ROW_UNIT, round_up
-from pallas_flash.kernels.sm90.decode_config import ROWS, DecodeConfig
+from pallas_flash.kernels.sm90.decode_config import ROWS, DecodeConfig, padded_head_dims
 from pallas_flash.kernels.sm90.decode_plan import Barriers, Buffers, Inputs, Outputs, Plan, Ref, Work, Worker
 from pallas_flash.kernels.tile_mask import line
-from pallas_flash.kernels.tile_scores import ScoreOperands, TileScores
+from pallas_flash.kernels.tile_scores import ScoreOperands
 from pallas_flash.spec import LN2
 
 
@@ -51,8 +50,6 @@ def run(
     inputs = decode_plan.inputs_of(plan, operands, score_mod)
     if interpret is not None:  # which knows nothing of how TMA clips
         inputs = _padded_for_interpreter(plan, inputs)
-    elif operands.q.shape[-1] % ROW_UNIT:
-        inputs = inputs._replace(q=tma.padded(inputs.q, 1, ROW_UNIT))
     rows = shapes.batch * shapes.q_len * shapes.num_q_heads
     several = () if splits == 1 else (splits,)
     width = shapes.value_head_dim if splits == 1 else decode_combine.width(shapes.value_head_dim)
@@ -76,17 +73,12 @@ def run(
     return Partial(out.reshape(*operands.q.shape[:3], -1), lse.reshape(operands.q.shape[:3]))
 
 
-def _plan(
-    spec: DecodeSpec, operands: DecodeOperands, config: DecodeConfig, splits: int, *, interpreted: bool
-) -> Plan:
+def _plan(spec: DecodeSpec, operands: DecodeOperands, config: DecodeConfig, splits: int, *, interpreted: bool) -> Plan:
     shapes = operands.shapes
-    unit = COLUMNS * (2 if operands.k.dtype.itemsize == 1 else 1)
-    held = shapes._replace(
-        head_dim=round_up(shapes.head_dim, unit), value_head_dim=round_up(shapes.value_head_dim, unit)
-    )
+    head_dim, value_head_dim = padded_head_dims(shapes, operands.k.dtype)
     return Plan(
         spec=decode_plan.as_attention(spec),
-        shapes=held,
+        shapes=shapes._replace(head_dim=head_dim, value_head_dim=value_head_dim),
         value_head_dim=shapes.value_head_dim,
         dtype=operands.q.dtype,
         cache_dtype=operands.k.dtype,
@@ -99,10 +91,9 @@ def _plan(
 
 
 def _padded_for_interpreter(plan: Plan, inputs: Inputs) -> Inputs:
-    columns = COLUMNS * (2 if plan.converts else 1)
     rows = 1 if plan.page_size else plan.config.block_kv
-    k, v = (tma.padded(x, rows, columns) for x in (inputs.k, inputs.v))
-    return inputs._replace(q=tma.padded(inputs.q, ROWS, columns), k=k, v=v)
+    q, k = tma.padded(inputs.q, ROWS, plan.shapes.head_dim), tma.padded(inputs.k, rows, plan.shapes.head_dim)
+    return inputs._replace(q=q, k=k, v=tma.padded(inputs.v, rows, plan.shapes.value_head_dim))
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs: Outputs, buffers: Buffers, barriers: Barriers) -> None:
@@ -152,7 +143,9 @@ def _first_state(worker: Worker) -> State:
     )
     rows = plgpu.layout_cast(jnp.full((ROWS,), softmax.NO_MAXIMUM, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
     stats = softmax.RowStatistics(tile(softmax.NO_MAXIMUM), rows, tile(0.0))
-    scales = (decode_copies.scale(worker, source, jnp.int32(0)) for source in (worker.inputs.k_scale, worker.inputs.v_scale))
+    scales = (
+        decode_copies.scale(worker, source, jnp.int32(0)) for source in (worker.inputs.k_scale, worker.inputs.v_scale)
+    )
     return State(stats, *scales)
 
 
@@ -266,6 +259,9 @@ def _output_rows(plan: Plan, work: Work) -> jax.Array:
     """Where each row of the tile stands in the output; -1: nowhere."""
     shapes, group = plan.shapes, plan.shapes.q_heads_per_kv_head
     row = line(ROWS, 0) + work.qi * ROWS
-    token, head = lax.div(row, jnp.full(row.shape, group, jnp.int32)), lax.rem(row, jnp.full(row.shape, group, jnp.int32))
+    token, head = (
+        lax.div(row, jnp.full(row.shape, group, jnp.int32)),
+        lax.rem(row, jnp.full(row.shape, group, jnp.int32)),
+    )
     place = (work.batch * shapes.q_len + token) * shapes.num_q_heads + work.kv_head * group + head
     return jnp.where(row < plan.rows, place, -1)
