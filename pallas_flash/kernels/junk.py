@@ -37,29 +37,36 @@ def scratch(slots: int, rows: int, wgs: int) -> Junk:
     )
 
 
-def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, tensor_cores: matmul.TensorCores) -> None:
-    """Make values[slot], [rows, head_dim], finite and say in `junk` which rows were not. Reads `columns` at a time."""
-    rows, head_dim = values.shape[1:]
+def clean(values: Ref, columns: int, junk: Junk, slot: Any, tensor_cores: matmul.TensorCores) -> None:
+    """Make values, [rows, head_dim], finite and say in junk[slot] which rows were not. Reads `columns` at a time."""
+    rows, head_dim = values.shape
     starts = [*range(0, rows - ROWS + 1, ROWS), *([rows - ROWS] if rows % ROWS else [])]
-    at = lambda start, column: values.at[slot, pl.ds(start, ROWS), pl.ds(column, columns)]  # noqa: E731
-    junk.found[slot] = jnp.int32(0)
-    plgpu.commit_smem()  # before some warp finds junk
-    for start in starts:  # in 16 bits: two elements an instruction
-        parts = (at(start, column)[...] for column in range(0, head_dim, columns))
-        tiles = (plgpu.layout_cast(part, plgpu.Layout.WGMMA) for part in parts)
-        nothing = functools.reduce(jnp.add, (softmax.fold(jnp.add, tile * 0) for tile in tiles))
+    parts = head_dim // columns  # in a loop, as together they would not fit into registers
+
+    def at(start: int, part: jax.Array) -> Ref:
+        return values.at[pl.ds(start, ROWS), pl.ds(pl.multiple_of(part * columns, columns), columns)]
+
+    def look(start: int, part: jax.Array) -> None:  # in 16 bits: two elements an instruction
+        tile = plgpu.layout_cast(at(start, part)[...], plgpu.Layout.WGMMA)
+        nothing = softmax.fold(jnp.add, tile * 0)
         some = tensor_cores.any(nothing.astype(jnp.float32) != 0)  # NaN is
         pl.when(some)(lambda: _set(junk.found, slot))
+
+    def clean_part(start: int, part: jax.Array, bad: jax.Array) -> jax.Array:
+        tile = _load(at(start, part))
+        at(start, part)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
+        return bad + _poison(tile)
+
+    junk.found[slot] = jnp.int32(0)
+    plgpu.commit_smem()  # before some warp finds junk
+    for start in starts:
+        pl.loop(0, parts)(functools.partial(look, start))
     plgpu.commit_smem()
 
     @pl.when(junk.found[slot] != 0)
     def _() -> None:
         for start in starts:
-            bad = _nothing()
-            for column in range(0, head_dim, columns):
-                tile = _load(at(start, column))
-                bad += _poison(tile)
-                at(start, column)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
+            bad = lax.fori_loop(0, parts, functools.partial(clean_part, start), _nothing())
             junk.rows[slot, pl.ds(start, ROWS)] = bad
         plgpu.commit_smem()
 

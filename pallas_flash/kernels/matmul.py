@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
-from pallas_flash.kernels import additions, barriers, wgmma
+from pallas_flash.kernels import additions, barriers, scatter, wgmma
 
 Ref = Any
 
@@ -67,9 +67,14 @@ class TensorCores(Protocol):
         elements only."""
         ...
 
-    def gather(self, source: Ref, index: tuple[Any, ...]) -> jax.Array:
+    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
         """source[index] from device memory into the registers of a tile. index: for each axis an int32 within it, a
-        scalar or a tile; at least one is a tile."""
+        scalar or a tile; at least one is a tile. layout: that of the tile, or of another array."""
+        ...
+
+    def scatter(self, target: Ref, rows: jax.Array, value: jax.Array) -> None:
+        """target[rows] = value in device memory, for a tile or for one value a row; a row below 0 goes nowhere.
+        Columns of the tile beyond the target's, a multiple of 8, go nowhere either."""
         ...
 
     def take(self, source: Ref, spans: tuple[Span, ...]) -> jax.Array:
@@ -119,8 +124,11 @@ class Wgmma:
     def any(self, flags: jax.Array) -> jax.Array:
         return _any_of_warp(flags)
 
-    def gather(self, source: Ref, index: tuple[Any, ...]) -> jax.Array:
-        return _gather(source, index)
+    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
+        return _gather(source, index, layout)
+
+    def scatter(self, target: Ref, rows: jax.Array, value: jax.Array) -> None:
+        scatter.scatter(target, rows, value)
 
     def take(self, source: Ref, spans: tuple[Span, ...]) -> jax.Array:
         return _take(source, spans)
@@ -170,8 +178,17 @@ class Interpreted:
     def any(self, flags: jax.Array) -> jax.Array:
         return jnp.any(flags)
 
-    def gather(self, source: Ref, index: tuple[Any, ...]) -> jax.Array:
+    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
         return source[...][index]
+
+    def scatter(self, target: Ref, rows: jax.Array, value: jax.Array) -> None:
+        columns = tuple(slice(min(sizes)) for sizes in zip(target.shape[1:], value.shape[1:], strict=True))
+
+        @pl.loop(0, rows.shape[0])
+        def _(i: jax.Array) -> None:
+            @pl.when(rows[i] >= 0)
+            def _() -> None:
+                target[(rows[i], *columns)] = value[(i, *columns)]
 
     def take(self, source: Ref, spans: tuple[Span, ...]) -> jax.Array:
         lines = [jnp.minimum(s.start + jnp.arange(s.size), n - 1) for s, n in zip(spans, source.shape, strict=True)]
@@ -206,9 +223,8 @@ def _any_of_warp(flags: jax.Array) -> jax.Array:
 # Loads of single elements: nothing is asked of the array's alignment or strides, and addresses are 64 bits wide.
 
 
-def _gather(source: Ref, index: tuple[Any, ...]) -> jax.Array:
+def _gather(source: Ref, index: tuple[Any, ...], layout: Any) -> jax.Array:
     tiles = [place for place in index if jnp.ndim(place)]
-    layout = plgpu.Layout.WGMMA
     load = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[layout] * len(tiles)),
         return_type=plgpu.ShapeDtypeStruct(tiles[0].shape, source.dtype, layout=layout),

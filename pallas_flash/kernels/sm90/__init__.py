@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import xla
-from pallas_flash.kernels import tile_function
-from pallas_flash.kernels.sm90 import backward_pass
+from pallas_flash.kernels.sm90 import backward_pass, calls
 from pallas_flash.kernels.sm90.config import (
     COLUMNS,
     MAX_SHARED_BYTES,
@@ -34,7 +33,7 @@ from pallas_flash.kernels.sm90.config import (
     padded_head_dims,
 )
 from pallas_flash.masks import Dense, Predicate, Segments
-from pallas_flash.spec import AttentionSpec, Cotangents, Forward, Gradients, Operands, Residuals, vary, varying_axes
+from pallas_flash.spec import AttentionSpec, Cotangents, Forward, Gradients, Operands, Residuals
 from pallas_flash.tuning import cache
 
 NAME = "sm90"
@@ -52,16 +51,16 @@ def unsupported(spec: AttentionSpec, operands: Operands) -> str | None:
         return f"an empty operand: {shapes}"
     if shapes.batch * shapes.num_q_heads * shapes.q_len >= MAX_ROWS:
         return f"batch * heads * queries must stay below {MAX_ROWS}: {shapes}"
-    if _on_explicit_mesh(operands.q):
-        return "arrays on a mesh with explicit axes: call it inside shard_map"
+    if (obstacle := calls.mesh_obstacle(operands.q)) is not None:
+        return obstacle
     if spec.precision not in (None, jax.lax.Precision.DEFAULT, "default", "fastest"):
         return f"precision={spec.precision}: it rounds the softmax weights to {operands.q.dtype}"
-    if (obstacle := _function_obstacle(spec)) is not None:
+    predicates = [("masks.predicate", part.function) for part in spec.mask if isinstance(part, Predicate)]
+    if (obstacle := calls.function_obstacle([("score_mod", spec.score_mod), *predicates])) is not None:
         return obstacle
     for name in ("bias", "score_mod", "mask"):
-        for array in jax.tree.leaves(getattr(operands, name)):
-            if array.dtype.name not in tile_function.STORED:
-                return f"{name} has an array of {array.dtype}, which it does not read"
+        if (obstacle := calls.array_obstacle(name, getattr(operands, name))) is not None:
+            return obstacle
     if not forward_config(spec, operands):
         return f"no tiles for head dims {shapes.head_dim} and {shapes.value_head_dim}"
     return None
@@ -76,7 +75,7 @@ def forward(
     config = config or forward_config(spec, operands)
     assert config is not None, "unsupported() refuses what has no tiles"
     call = functools.partial(run, spec, config=config, interpret=interpret)
-    return _varying(_mapped(call, operands)(_differentiated_once(operands)), operands)
+    return calls.varying(_mapped(call, operands)(_differentiated_once(operands)), operands)
 
 
 def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Gradients:
@@ -89,7 +88,7 @@ def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cota
     assert config is not None, "obstacle() names what has no tiles"
     queries = backward_pass.tuned_queries_config(operands, kind) if backward_pass.two_kernels(spec, operands) else None
     call = functools.partial(backward_pass.backward, spec, config=config, queries_config=queries)
-    return _varying(_mapped(call, operands)(operands, residuals, cotangents), operands)
+    return calls.varying(_mapped(call, operands)(operands, residuals, cotangents), operands)
 
 
 def _mapped(call: Callable[..., Any], operands: Operands) -> Callable[..., Any]:
@@ -101,12 +100,6 @@ def _mapped(call: Callable[..., Any], operands: Operands) -> Callable[..., Any]:
     return call if tiled else jax.custom_batching.sequential_vmap(call)
 
 
-def _varying(results: Any, operands: Operands) -> Any:
-    """Inside shard_map, results differ from device to device as the operands do; a kernel does not say so."""
-    axes = varying_axes(operands)
-    return jax.tree.map(lambda array: vary(array, axes), results)
-
-
 @jax.custom_jvp
 def _differentiated_once(arrays: Any) -> Any:
     return arrays
@@ -115,20 +108,6 @@ def _differentiated_once(arrays: Any) -> Any:
 @_differentiated_once.defjvp
 def _no_second_derivative(*_: Any) -> Any:
     raise NotImplementedError("implementation='sm90' has no second derivatives: take implementation='xla'")
-
-
-def _on_explicit_mesh(array: Any) -> bool:
-    sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
-    return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-
-
-def _function_obstacle(spec: AttentionSpec) -> str | None:
-    functions = [("score_mod", spec.score_mod)] if spec.score_mod is not None else []
-    functions += [("masks.predicate", part.function) for part in spec.mask if isinstance(part, Predicate)]
-    for name, function in functions:
-        if (obstacle := tile_function.obstacle(function)) is not None:
-            return f"{name} uses {obstacle}, which the kernel cannot compute"
-    return None
 
 
 def forward_config(spec: AttentionSpec, operands: Operands) -> ForwardConfig | None:
