@@ -9,7 +9,6 @@ do take part with such a row, and give those NaN.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -63,29 +62,38 @@ def is_suspected(junk: Junk) -> jax.Array:
     return functools.reduce(jnp.bitwise_or, flags) != 0
 
 
-def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, elements: Elements) -> None:
-    """Make values[slot], [rows, head_dim], finite and say in `junk` which rows were not. Reads `columns` at a time."""
-    rows, head_dim = values.shape[1:]
+def clean(values: Ref, columns: int, junk: Junk, slot: Any, elements: Elements) -> None:
+    """Make values, [rows, head_dim], finite and say in junk[slot] which rows were not. Reads `columns` at a time."""
+    rows, head_dim = values.shape
     starts = [*range(0, rows - ROWS + 1, ROWS), *([rows - ROWS] if rows % ROWS else [])]
-    at = lambda start, column: values.at[slot, pl.ds(start, ROWS), pl.ds(column, columns)]  # noqa: E731
-    junk.found[slot] = jnp.int32(0)
-    elements.commit()  # before some warp finds junk
-    for start in starts:  # in 16 bits: two elements an instruction
-        parts = (at(start, column)[...] for column in range(0, head_dim, columns))
-        tiles = (plgpu.layout_cast(part, plgpu.Layout.WGMMA) for part in parts)
-        nothing = functools.reduce(jnp.add, (softmax.fold(jnp.add, tile * 0) for tile in tiles))
+    parts = head_dim // columns  # several in a loop, as together they would not fit into registers
+
+    def at(start: int, part: Any) -> Ref:
+        first = 0 if parts == 1 else pl.multiple_of(part * columns, columns)
+        return values.at[pl.ds(start, ROWS), pl.ds(first, columns)]
+
+    def look(start: int, part: Any) -> None:  # in 16 bits: two elements an instruction
+        tile = plgpu.layout_cast(at(start, part)[...], plgpu.Layout.WGMMA)
+        nothing = softmax.fold(jnp.add, tile * 0)
         some = elements.any(nothing.astype(jnp.float32) != 0)  # NaN is
         pl.when(some)(lambda: _set(junk.found, slot))
+
+    def clean_part(start: int, part: Any, bad: jax.Array) -> jax.Array:
+        tile = _load(at(start, part))
+        bad += _poison(tile)
+        at(start, part)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
+        return bad
+
+    junk.found[slot] = jnp.int32(0)
+    elements.commit()  # before some warp finds junk
+    for start in starts:
+        lax.fori_loop(0, parts, lambda part, _, start=start: look(start, part), None, unroll=parts == 1)
     elements.commit()
 
     @pl.when(junk.found[slot] != 0)
     def _() -> None:
         for start in starts:
-            bad = _nothing(ROWS)
-            for column in range(0, head_dim, columns):
-                tile = _load(at(start, column))
-                bad += _poison(tile)
-                at(start, column)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
+            bad = lax.fori_loop(0, parts, functools.partial(clean_part, start), _nothing(ROWS), unroll=parts == 1)
             junk.rows[slot, pl.ds(start, ROWS)] = bad
         elements.commit()
 
@@ -98,13 +106,12 @@ def forget(junk: Junk, wg: Any, elements: Elements) -> None:
 
 def note_readers(tile: TileScores, junk: Junk, slot: Any, wg: Any) -> None:
     """Where junk was found in values[slot], note which queries of the tile take part with it."""
-    rows, keys = tile.index.shape
+    _, keys = tile.index.shape
 
     def note_columns(part: jax.Array) -> None:
         first = part * COLUMNS
         # The flag is 1, which the compiler does not know: else it keeps the mask's bits from the step, just in case.
-        q_base, kv_base = tile.index.q_base + junk.found[slot] - 1, tile.index.kv_base + first
-        index = dataclasses.replace(tile.index, shape=(rows, COLUMNS), q_base=q_base, kv_base=kv_base)
+        index = tile.index.columns(first, COLUMNS, zero=junk.found[slot] - 1)
         part_of_tile = tile._replace(index=index)
         logits = part_of_tile.biased(plgpu.layout_cast(jnp.zeros(index.shape, jnp.float32), plgpu.Layout.WGMMA))
         logits = part_of_tile.masked(logits, None) if tile.spec.mask else logits

@@ -95,6 +95,11 @@ def rows_like(rows: jax.Array, tile: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(rows, tile.shape, (0,))
 
 
+def columns_like(columns: jax.Array, tile: jax.Array) -> jax.Array:
+    """One value a column, or one for all, for every row of the tile."""
+    return columns if columns.ndim == 0 else lax.broadcast_in_dim(columns, tile.shape, (1,))
+
+
 def maxima(scores: jax.Array, units: Units) -> jax.Array:
     """[rows, COLUMNS]."""
     return jnp.maximum(units.of_scores(fold(jnp.maximum, scores)), NO_MAXIMUM)

@@ -100,5 +100,5 @@ def _clean(plan: Plan, buffers: Buffers, barriers: Barriers, slot: jax.Array) ->
     """Wait for a block of values, and hand it on without NaN and Inf."""
     columns = memory.tile_columns(buffers.v.shape, plan.dtype, contract_rows=True)
     plgpu.barrier_wait(barriers.v_landed.at[slot])
-    junk.clean(buffers.v, columns, buffers.junk, slot, plan.tensor_cores)
+    junk.clean(buffers.v.at[slot], columns, buffers.junk, slot, plan.tensor_cores)
     plgpu.barrier_arrive(barriers.v.produced.at[slot])
