@@ -47,7 +47,7 @@ def clean(values: Ref, columns: int, junk: Junk, slot: Any, tensor_cores: matmul
         first = 0 if parts == 1 else pl.multiple_of(part * columns, columns)
         return values.at[pl.ds(start, ROWS), pl.ds(first, columns)]
 
-    def look(start: int, part: Any) -> None:  # in 16 bits: two elements an instruction
+    def look(start: int, part: Any, _: None) -> None:  # in 16 bits: two elements an instruction
         tile = plgpu.layout_cast(at(start, part)[...], plgpu.Layout.WGMMA)
         nothing = softmax.fold(jnp.add, tile * 0)
         some = tensor_cores.any(nothing.astype(jnp.float32) != 0)  # NaN is
@@ -62,7 +62,7 @@ def clean(values: Ref, columns: int, junk: Junk, slot: Any, tensor_cores: matmul
     junk.found[slot] = jnp.int32(0)
     plgpu.commit_smem()  # before some warp finds junk
     for start in starts:
-        lax.fori_loop(0, parts, lambda part, _: look(start, part), None, unroll=parts == 1)
+        lax.fori_loop(0, parts, functools.partial(look, start), None, unroll=parts == 1)
     plgpu.commit_smem()
 
     @pl.when(junk.found[slot] != 0)
