@@ -97,6 +97,8 @@ def _padded_for_interpreter(plan: Plan, inputs: Inputs) -> Inputs:
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs: Outputs, buffers: Buffers, barriers: Barriers) -> None:
+    if plan.config.early_combine and plan.splits > 1:
+        plgpu.griddepcontrol_launch_dependents()
     work = _work(plan, inputs, lax.axis_index("cta"))
     worker = Worker(plan, inputs, buffers, barriers, work)
     if plan.splits == 1:
