@@ -13,6 +13,7 @@ from pallas_flash import reference, xla, xla_decode
 from pallas_flash.autodiff import Choice
 from pallas_flash.decode_spec import DecodeImplementation
 from pallas_flash.kernels import sm90
+from pallas_flash.kernels.sm90 import decode as sm90_decode
 from pallas_flash.spec import Implementation
 
 logger = logging.getLogger("pallas_flash")
@@ -51,6 +52,7 @@ TABLE: tuple[Entry[Implementation], ...] = (
     Entry(reference, "the meaning, at O(T S) memory: only by name", automatic=False),
 )
 DECODE_TABLE: tuple[Entry[DecodeImplementation], ...] = (
+    Entry(sm90_decode, "split-KV kernels for Hopper GPUs", capability=((9, 0), (10, 0))),
     Entry(xla_decode, "runs on every device and takes every call; memory linear in the cache's length"),
 )
 

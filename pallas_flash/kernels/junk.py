@@ -72,7 +72,7 @@ def clean(values: Ref, columns: int, junk: Junk, slot: Any, elements: Elements) 
         first = 0 if parts == 1 else pl.multiple_of(part * columns, columns)
         return values.at[pl.ds(start, ROWS), pl.ds(first, columns)]
 
-    def look(start: int, part: Any) -> None:  # in 16 bits: two elements an instruction
+    def look(start: int, part: Any, _: None) -> None:  # in 16 bits: two elements an instruction
         tile = plgpu.layout_cast(at(start, part)[...], plgpu.Layout.WGMMA)
         nothing = softmax.fold(jnp.add, tile * 0)
         some = elements.any(nothing.astype(jnp.float32) != 0)  # NaN is
@@ -87,7 +87,7 @@ def clean(values: Ref, columns: int, junk: Junk, slot: Any, elements: Elements) 
     junk.found[slot] = jnp.int32(0)
     elements.commit()  # before some warp finds junk
     for start in starts:
-        lax.fori_loop(0, parts, lambda part, _, start=start: look(start, part), None, unroll=parts == 1)
+        lax.fori_loop(0, parts, functools.partial(look, start), None, unroll=parts == 1)
     elements.commit()
 
     @pl.when(junk.found[slot] != 0)

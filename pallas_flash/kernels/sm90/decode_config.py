@@ -29,6 +29,7 @@ class DecodeConfig:
     v_stages: int = 2  # for blocks of values, which are needed a little later
     keys_per_split: int = 4096  # a cache is cut into shares of about so many keys, so that ragged lengths balance
     min_keys_per_split: int = 256  # in a small batch into smaller ones, so that there is one for every CTA at once
+    early_combine: bool = False  # launch the merging kernel while the splits run; it waits for them on the GPU
     num_sms: int = SMS
 
     def __post_init__(self) -> None:
