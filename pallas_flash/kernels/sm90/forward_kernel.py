@@ -109,7 +109,13 @@ def _compute_warpgroup(
         # Loaded here, the next item arrives while this one is stored.
         following = schedule.load_item(inputs.work, cta, jnp.minimum(index + 1, items - 1))
         _store_tile(
-            plan, outputs, buffers, barriers, work, out, softmax.finish_as(plan.spec, softmax.totals(stats), plan.units, work.sink)
+            plan,
+            outputs,
+            buffers,
+            barriers,
+            work,
+            out,
+            softmax.finish_as(plan.spec, softmax.totals(stats), plan.units, work.sink),
         )
         return following, count + item.kv_end - item.kv_start
 
