@@ -23,7 +23,7 @@ from pallas_flash.kernels.backward_schedule import WorkItem
 from pallas_flash.kernels.backward_weights import dlogits, times, weights_of
 from pallas_flash.kernels.sizes import ROW_UNIT, padded_head_dims
 from pallas_flash.kernels.sm80 import backward_plan
-from pallas_flash.kernels.sm80.backward_plan import Inputs, Plan, Ref, Work
+from pallas_flash.kernels.sm80.backward_plan import Arrays, Inputs, Plan, Ref, Work
 from pallas_flash.kernels.sm80.config import COLUMN_UNIT, KeysConfig
 from pallas_flash.kernels.sm80.instructions import Compiled, Interpreted
 from pallas_flash.kernels.tile_mask import TileIndex
@@ -89,7 +89,7 @@ def run(
     instructions = Compiled() if interpret is None else Interpreted()
     plan = Plan(spec, held, q.dtype, config, instructions, rows.m is not None)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
-    call = functools.partial(backward_plan.inputs, spec, operands, work, q, k, v, dout, rows)
+    call = functools.partial(backward_plan.inputs, spec, operands, Arrays(work, q, k, v, dout, rows))
     dk_type, dv_type = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v))
 
     def kernel(sums: Sums, dbias: Any) -> Sums:
@@ -116,9 +116,10 @@ def run(
 def _buffers(plan: Plan) -> Buffers:
     matrix = functools.partial(memory.matrix, dtype=plan.dtype)
     keys, queries = (plan.config.block_kv,), (plan.config.num_stages, plan.config.block_q)
-    matrices = (matrix((*n, dim)) for n in (keys, queries) for dim in (plan.shapes.head_dim, plan.shapes.value_head_dim))
+    dims = plan.shapes.head_dim, plan.shapes.value_head_dim
+    k, v, q, dout = (matrix((*n, dim)) for n in (keys, queries) for dim in dims)
     rows = memory.rows(queries)
-    return Buffers(*matrices, Rows(rows, rows, rows if plan.any_logits else None))
+    return Buffers(k, v, q, dout, Rows(rows, rows, rows if plan.any_logits else None))
 
 
 def _kernel(plan: Plan, inputs: Inputs, targets: Sums, buffers: Buffers) -> None:
@@ -172,8 +173,8 @@ def _walk(worker: Worker, targets: Sums) -> Sums:
 
 
 def _copy(worker: Worker, head: jax.Array, step: jax.Array) -> None:
-    plan, inputs, buffers, (item, *_) = worker
-    instructions, block_q = plan.instructions, plan.config.block_q
+    plan, inputs, buffers, work = worker
+    item, instructions, block_q = work.item, plan.instructions, plan.config.block_q
 
     @pl.when(step < item.q_end - item.q_start)
     def _() -> None:
@@ -200,13 +201,11 @@ def _step(worker: Worker, block: Block, sums: Sums) -> Sums:
 def _add(worker: Worker, block: Block, sums: Sums) -> Sums:
     """dK and dV with the part of one block of queries, without the scale and the dropout's factor."""
     plan, inputs, buffers, work = worker
-    instructions, config, slot = plan.instructions, plan.config, _slot(plan, block.step)
+    instructions, slot = plan.instructions, _slot(plan, block.step)
     dk, dv = sums
     tile = TileScores(plan.spec, work.scores, _tile_index(worker, block), instructions)
     scores = instructions.product(buffers.k, buffers.q.at[slot], transposed=True)
-    of_columns = lambda ref: lax.broadcast_in_dim(  # noqa: E731
-        plgpu.load(ref.at[slot], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False), (config.block_kv, config.block_q), (1,)
-    )
+    of_columns = lambda ref: _spread(ref.at[slot], scores)  # noqa: E731
     m = None if buffers.rows.m is None else of_columns(buffers.rows.m)
     rows = Rows(of_columns(buffers.rows.lse_log2), None, m)
     p, derivative = weights_of(plan, tile, scores, rows, masked=block.masked)
@@ -220,6 +219,12 @@ def _add(worker: Worker, block: Block, sums: Sums) -> Sums:
             ds = times(ds, derivative)
         dk = instructions.product(ds.astype(plan.dtype), buffers.q.at[slot], dk)
     return Sums(dk, dv)
+
+
+def _spread(columns: Ref, tile: jax.Array) -> jax.Array:
+    """One value a column, for every row of the tile."""
+    values = plgpu.load(columns, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(values, tile.shape, (1,))
 
 
 def _tile_index(worker: Worker, block: Block) -> TileIndex:

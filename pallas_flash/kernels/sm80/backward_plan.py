@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_flash.kernels import tile_scores
 from pallas_flash.kernels.backward_rows import Rows
@@ -37,12 +38,22 @@ class Inputs(NamedTuple):
     dbias: Ref | None  # float32, zero at first: as `TileScores.add_bias_gradient` wants it
 
 
-def inputs(spec: AttentionSpec, operands: Operands, *arrays: Any, dscale: Any = None, dbias: Any = None) -> Inputs:
-    """arrays: from `work` to `rows`."""
-    scale = None if operands.scale is None else operands.scale.reshape(1).astype("float32")
+class Arrays(NamedTuple):
+    """The first of `Inputs`."""
+
+    work: jax.Array
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    dout: jax.Array
+    rows: Rows
+
+
+def inputs(spec: AttentionSpec, operands: Operands, arrays: Arrays, *, dscale: Any = None, dbias: Any = None) -> Inputs:
+    scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     read = tile_scores.function_arrays(spec, operands)
-    more = (read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key)
-    return Inputs(*arrays, scale, *more, dscale, dbias)
+    more = (scale, read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key, dscale, dbias)
+    return Inputs._make((*arrays, *more))
 
 
 class Work(NamedTuple):

@@ -22,7 +22,7 @@ from pallas_flash.kernels.elements import Span
 from pallas_flash.kernels.schedule import WorkItem
 from pallas_flash.kernels.sizes import ROW_UNIT, padded_head_dims
 from pallas_flash.kernels.sm80 import backward_plan
-from pallas_flash.kernels.sm80.backward_plan import Inputs, Plan, Ref, Work
+from pallas_flash.kernels.sm80.backward_plan import Arrays, Inputs, Plan, Ref, Work
 from pallas_flash.kernels.sm80.config import COLUMN_UNIT, QueriesConfig
 from pallas_flash.kernels.sm80.instructions import Compiled, Interpreted
 from pallas_flash.kernels.tile_scores import TileScores
@@ -85,7 +85,7 @@ def run(
         interpret=interpret,
         kernel_name="flash_attention_backward_queries_sm80",
     )
-    dq = kernel(backward_plan.inputs(spec, operands, work, q, k, v, dout, rows, dscale=dscale, dbias=dbias))
+    dq = kernel(backward_plan.inputs(spec, operands, Arrays(work, q, k, v, dout, rows), dscale=dscale, dbias=dbias))
     dq = dq[:, : shapes.q_len, :, : shapes.head_dim]
     return dq, None if dscale is None else jnp.sum(jax.freeze(dscale))
 
@@ -125,7 +125,7 @@ def _walk(worker: Worker) -> jax.Array:
 
 
 def _copy(worker: Worker, step: jax.Array) -> None:
-    plan, inputs, buffers, (item, *_), _ = worker
+    plan, inputs, buffers, item = worker.plan, worker.inputs, worker.buffers, worker.work.item
 
     @pl.when(step < item.kv_end - item.kv_start)
     def _() -> None:

@@ -17,6 +17,7 @@ COLUMN_UNIT = 32  # head dims are padded to it in shared memory: whole swizzled 
 CLEANED_ROWS = 64  # kernels/junk.py looks at so many values at once
 WARPGROUP, MAX_REGISTERS = 128, 255  # threads; of one of them
 OTHER_REGISTERS = 40  # of a thread: addresses, row statistics, fragments on the way
+WARPS_ROWS = "four warps multiply 16 rows each, once or twice"
 EVERY_ITEM = 2**31 - 1  # CTAs: one for each work item, and the hardware gives an SM the next when it has room
 
 
@@ -37,7 +38,7 @@ class ForwardConfig:
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
-            raise ValueError(f"{self.block_q=} must be 64 or 128: four warps multiply 16 rows each, once or twice")
+            raise ValueError(f"{self.block_q=} must be 64 or 128: {WARPS_ROWS}")
         if self.block_kv not in (32, 64, 96, 128):
             raise ValueError(f"{self.block_kv=} must be 32, 64, 96 or 128")
         if self.num_stages not in (1, 2, 3):
@@ -55,12 +56,16 @@ class ForwardConfig:
     def num_ctas(self) -> int:
         return EVERY_ITEM
 
+    def out_has_own_buffer(self, head_dims: tuple[int, int]) -> bool:
+        """On its way out O takes the place of the queries, or of a block of values, if it fits there."""
+        return head_dims[0] != head_dims[1] and self.block_q > self.block_kv
+
     def shared_bytes(self, head_dims: tuple[int, int], itemsize: int, *, hides_values: bool) -> int:
         """What a CTA needs, for padded head dims. hides_values: whether some values may need cleaning (junk.py)."""
         q, out = (self.block_q * dim * itemsize for dim in head_dims)
         k, v = (self.num_stages * self.block_kv * dim * itemsize for dim in head_dims)
         junk = (self.num_stages * 4, self.num_stages * self.block_kv * 4, self.block_q * 4) if hides_values else ()
-        buffers = (q, k, v, out if q != out else 0, *junk)
+        buffers = (q, k, v, out if self.out_has_own_buffer(head_dims) else 0, *junk)
         return sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers)
 
 
@@ -132,7 +137,7 @@ def _check_backward(config: QueriesConfig | KeysConfig) -> None:
             raise ValueError(f"{name}={size} must be 32, 64, 96 or 128")
     own = "block_q" if isinstance(config, QueriesConfig) else "block_kv"
     if getattr(config, own) % 64:
-        raise ValueError(f"{own}={getattr(config, own)} must be 64 or 128: four warps multiply 16 rows each, once or twice")
+        raise ValueError(f"{own}={getattr(config, own)} must be 64 or 128: {WARPS_ROWS}")
     if config.num_stages not in (1, 2):
         raise ValueError(f"{config.num_stages=} must be 1 or 2")
     if config.head_group < 1:

@@ -191,10 +191,18 @@ def _store(worker: Worker, out: jax.Array, stats: softmax.FinalStatistics) -> No
     normalizer = stats.normalizer
     if buffers.junk is not None:
         normalizer += junk.of_readers(buffers.junk, 0)
-    staged = buffers.q if buffers.out is None else buffers.out
-    instructions.commit()  # the queries have been read
+    instructions.commit()  # queries, keys and values have been read
+    staged = _out_buffer(plan, buffers)
     staged[...] = (out * softmax.rows_like(normalizer, out)).astype(plan.dtype)
     instructions.commit()
     instructions.store(staged, outputs.out, Rows(item.batch, work.q_base, item.head, plan.config.block_q))
     for target, value in ((outputs.m, stats.m), (outputs.l, stats.l)):
         instructions.store_rows(target.at[item.batch, item.head], work.q_base, value)
+
+
+def _out_buffer(plan: Plan, buffers: Buffers) -> Ref:
+    if buffers.out is not None:
+        return buffers.out
+    if plan.shapes.head_dim == plan.shapes.value_head_dim:
+        return buffers.q
+    return buffers.v.at[0, pl.ds(0, plan.config.block_q)]

@@ -38,7 +38,7 @@ class Buffers(NamedTuple):
     q: Ref  # [block_q, H]
     k: Ref  # [stages, block_kv, H]
     v: Ref  # [stages, block_kv, Hv]
-    out: Ref | None  # [block_q, Hv]; None: shares q
+    out: Ref | None  # [block_q, Hv]; None: takes the place of q, or of v
     junk: junk.Junk | None  # of v; None: nothing in a block of values is hidden
 
 
@@ -112,12 +112,13 @@ class Plan:
 
 def buffers(plan: Plan) -> Buffers:
     shapes, config = plan.shapes, plan.config
+    head_dims = shapes.head_dim, shapes.value_head_dim
     stages, block_q, block_kv = config.num_stages, config.block_q, config.block_kv
     matrix = functools.partial(memory.matrix, dtype=plan.dtype)
     return Buffers(
         q=matrix((block_q, shapes.head_dim)),
         k=matrix((stages, block_kv, shapes.head_dim)),
         v=matrix((stages, block_kv, shapes.value_head_dim)),
-        out=None if shapes.head_dim == shapes.value_head_dim else matrix((block_q, shapes.value_head_dim)),
+        out=matrix((block_q, shapes.value_head_dim)) if config.out_has_own_buffer(head_dims) else None,
         junk=junk.scratch(stages, block_kv, 1, block_q) if plan.hides_values(masked=True) else None,
     )
