@@ -7,13 +7,12 @@ import functools
 import logging
 from typing import Any, Protocol
 
-import jax
-
 from pallas_flash import reference, xla, xla_decode
 from pallas_flash.autodiff import Choice
 from pallas_flash.decode_spec import DecodeImplementation
-from pallas_flash.kernels import sm90
+from pallas_flash.kernels import sm80, sm90
 from pallas_flash.kernels.sm90 import decode as sm90_decode
+from pallas_flash.kernels.support import compute_capability
 from pallas_flash.spec import Implementation
 
 logger = logging.getLogger("pallas_flash")
@@ -31,13 +30,13 @@ class Candidate(Protocol):
 class Entry[I: Candidate]:
     """One row of the table.
 
-    capability: the smallest compute capability of an NVIDIA GPU that runs it, and the first that does not; None: any
-    device. automatic: whether implementation=None may choose it.
+    capability: the smallest compute capability of an NVIDIA GPU that runs it, and the first that does not (None: all
+    later ones do); None: any device. automatic: whether implementation=None may choose it.
     """
 
     implementation: I
     rank: str  # why it stands where it does
-    capability: tuple[tuple[int, int], tuple[int, int]] | None = None
+    capability: tuple[tuple[int, int], tuple[int, int] | None] | None = None
     automatic: bool = True
 
     @property
@@ -48,6 +47,12 @@ class Entry[I: Candidate]:
 # In the order in which implementation=None tries them.
 TABLE: tuple[Entry[Implementation], ...] = (
     Entry(sm90, "fused kernels, forward and backward, for Hopper GPUs", capability=((9, 0), (10, 0))),
+    Entry(
+        sm80,
+        "fused kernels, forward and backward, for every GPU since Ampere: only by name, until they are measured on one",
+        capability=((8, 0), None),
+        automatic=False,
+    ),
     Entry(xla, "runs on every device and takes every call; memory linear in the sequence length"),
     Entry(reference, "the meaning, at O(T S) memory: only by name", automatic=False),
 )
@@ -80,16 +85,6 @@ class Explanation:
     def __str__(self) -> str:
         rows = (f"{'->' if v.chosen else '  '} {v.name:10} {v.reason}" for v in self.verdicts)
         return "\n".join([f"on {self.device}:", *rows])
-
-
-def compute_capability() -> tuple[int, int] | None:
-    """Of the first NVIDIA GPU that JAX sees; None if there is none."""
-    try:
-        devices = jax.devices("cuda")
-    except RuntimeError:
-        return None
-    major, minor = devices[0].compute_capability.split(".")
-    return int(major), int(minor)
 
 
 def names(table: tuple[Entry[Any], ...] = TABLE) -> tuple[str, ...]:
@@ -132,8 +127,9 @@ def _check_name(name: str | None, table: tuple[Entry[Any], ...]) -> None:
 def _obstacle(entry: Entry[Any], spec: Any, operands: Any, capability: tuple[int, int] | None) -> str | None:
     if entry.capability is not None:
         lowest, beyond = entry.capability
-        if capability is None or not lowest <= capability < beyond:
-            return f"needs an NVIDIA GPU of compute capability >= {_version(lowest)} and < {_version(beyond)}"
+        if capability is None or capability < lowest or (beyond is not None and capability >= beyond):
+            below = "" if beyond is None else f" and < {_version(beyond)}"
+            return f"needs an NVIDIA GPU of compute capability >= {_version(lowest)}{below}"
     return entry.implementation.unsupported(spec, operands)
 
 

@@ -93,6 +93,17 @@ def _assignment(spec: AttentionSpec, shapes: Shapes, config: Tiles) -> tuple[int
     return tiles, ids, counts
 
 
+def query_block(item: WorkItem, step: jax.Array) -> jax.Array:
+    """The query block of a step. They are rotated so that the masked ones behind the unmasked ones come first, then the
+    masked ones before them, then the unmasked ones: the first steps are masked, the last ones are not."""
+    block = item.full_end + step
+    return block - jnp.where(block >= item.q_end, item.q_end - item.q_start, 0)
+
+
+def masked_steps(item: WorkItem) -> jax.Array:
+    return item.q_end - item.q_start - (item.full_end - item.full_start)
+
+
 def load_count(work: Any, cta: jax.Array) -> jax.Array:
     return work[cta, 0, ITEMS]
 

@@ -6,10 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.kernels import memory
 from pallas_flash.kernels.backward_rows import Rows
 from pallas_flash.kernels.tile_scores import TileScores
 from pallas_flash.spec import LOG2E
+
+Ref = Any
 
 
 class Weights(NamedTuple):
@@ -44,3 +49,25 @@ def weights_of(plan: Any, tile: TileScores, scores: jax.Array, rows: Rows, *, ma
 def times(tile: jax.Array, derivative: jax.Array) -> jax.Array:
     """0 where the tile is, whatever the derivative of a masked pair may be."""
     return jnp.where(tile == 0, 0.0, tile * derivative)
+
+
+def row_products(q_smem: Ref, dq: jax.Array) -> jax.Array:
+    """The sum of q * dq along each row."""
+    rows, columns = dq.shape
+    total = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+    size = memory.tile_columns(dq.shape, q_smem.dtype)  # at a time: registers are short
+    for first in range(0, columns, size):
+        q = plgpu.load(q_smem.at[:, pl.ds(first, size)], layout=plgpu.Layout.WGMMA)
+        total += (q.astype(jnp.float32) * dq[:, first : first + size]).sum(axis=1)
+    return total
+
+
+def dlogits(plan: Any, tile: TileScores, p: jax.Array, dp: jax.Array, delta: jax.Array, *, masked: bool) -> jax.Array:
+    """The gradient of the logits, if p is P; of scale * q.k, if p is P times the derivative of the logits by it.
+    delta: a query's number at each of its scores."""
+    if plan.spec.dropout_rate > 0:
+        dp = tile.kept(dp) * (1 / (1 - plan.spec.dropout_rate))
+    ds = p * (dp - delta)
+    if masked or plan.any_logits:  # where v or dout holds NaN or Inf, dP does
+        ds = jnp.where(p == 0, 0.0, ds)
+    return ds

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.kernels import tile_function
+from pallas_flash.kernels import backward_bias, tile_function
 from pallas_flash.masks import Dense, Predicate, Segments
 from pallas_flash.spec import AttentionSpec, Operands, vary, varying_axes
 
@@ -40,6 +40,8 @@ def refused(spec: AttentionSpec, operands: Operands) -> str | None:
 
 def gradient_refused(spec: AttentionSpec, operands: Operands) -> str | None:
     """Likewise, why no backward kernel computes the gradients of a call that a forward kernel takes."""
+    if spec.deterministic and operands.bias is not None and backward_bias.adds_up_heads(operands.bias, operands.shapes):
+        return "deterministic=True and a bias that heads or batch elements share: the order of its sums is not fixed"
     if any(jnp.issubdtype(array.dtype, jnp.floating) for array in operands.score_mod):
         return "floating arrays that score_mod captures: it does not compute their gradients"
     if spec.score_mod is not None:
@@ -47,6 +49,16 @@ def gradient_refused(spec: AttentionSpec, operands: Operands) -> str | None:
         if problem is not None:
             return f"the derivative of score_mod uses {problem}, which it cannot compute"
     return None
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of the first NVIDIA GPU that JAX sees; None if there is none."""
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        return None
+    major, minor = devices[0].compute_capability.split(".")
+    return int(major), int(minor)
 
 
 def varying(results: Any, operands: Any) -> Any:

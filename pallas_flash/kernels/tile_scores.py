@@ -27,7 +27,7 @@ class ScoreOperands(NamedTuple):
     """What logits are made from beside q and k; what is absent is None (or empty). References are to device memory."""
 
     scale: Any  # a number, or a scalar
-    score_mod: tuple[Ref, ...] = ()  # as in `function_arrays`, and likewise a predicate's in mask
+    score_mod: tuple[Ref, ...] = ()  # as in `score_arrays`, and likewise a predicate's in mask
     bias: Ref | None = None  # [1|B, 1|N, 1|T, 1|S]
     mask: tuple[tuple[Any, ...], ...] = ()  # of a part with one int32 a batch element: this element's; else references
     dropout_key: tuple[jax.Array, jax.Array] | None = None
@@ -35,14 +35,28 @@ class ScoreOperands(NamedTuple):
     origin: tuple[jax.Array, jax.Array] | None = None
 
 
-def function_arrays(spec: AttentionSpec, operands: Operands) -> Operands:
-    """`operands` with all arrays that score_mod and predicates read, those that they captured under `jit` included."""
+class ScoreArrays(NamedTuple):
+    """What scores depend on beside q, k and scale: these as in `spec.Operands`, with all arrays that score_mod and
+    predicates read, those that they captured under `jit` included."""
+
+    q_offset: Any
+    score_mod: tuple[Any, ...]
+    bias: Any
+    mask: tuple[tuple[Any, ...], ...]
+    dropout_key: Any
+    kv_offset: Any
+    origin: Any
+
+
+def score_arrays(spec: AttentionSpec, operands: Operands) -> ScoreArrays:
+    """Of a call, in the order in which the kernels' `Inputs` have them."""
     parts = zip(spec.mask, operands.mask, strict=True)
     of_part = lambda part, arrays: (  # noqa: E731
         tile_function.operands(part.function, arrays) if isinstance(part, masks.Predicate) else arrays
     )
     score_mod = () if spec.score_mod is None else tile_function.operands(spec.score_mod, operands.score_mod)
-    return operands._replace(score_mod=score_mod, mask=tuple(of_part(*part) for part in parts))
+    found = {name: getattr(operands, name) for name in ScoreArrays._fields}
+    return ScoreArrays(**found | {"score_mod": score_mod, "mask": tuple(of_part(*part) for part in parts)})
 
 
 def score_operands(spec: AttentionSpec, inputs: Any, batch: Any) -> ScoreOperands:

@@ -73,8 +73,7 @@ def run(
     plan = Plan(spec, held, q.dtype, config, tensor_cores, interpret is not None, rows.m is not None, sums_dq)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
-    read = tile_scores.function_arrays(spec, operands)
-    more = read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key, read.kv_offset, read.origin
+    more = tile_scores.score_arrays(spec, operands)
     dq_ref = jax.new_ref(jnp.zeros((plan.dq_slices * q.shape[0], *q.shape[1:]), jnp.float32)) if sums_dq else None
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),
@@ -149,17 +148,6 @@ def _for_each_head(plan: Plan, item: WorkItem, body: Callable[[jax.Array], None]
     lax.while_loop(lambda head: head < first + heads, step, first)
 
 
-def _query_block(item: WorkItem, step: jax.Array) -> jax.Array:
-    """The query block of a step. They are rotated so that the masked ones behind the unmasked ones come first, then the
-    masked ones before them, then the unmasked ones: the first steps are masked, the last ones are not."""
-    block = item.full_end + step
-    return block - jnp.where(block >= item.q_end, item.q_end - item.q_start, 0)
-
-
-def _masked_steps(item: WorkItem) -> jax.Array:
-    return item.q_end - item.q_start - (item.full_end - item.full_start)
-
-
 def _parity(step: jax.Array) -> jax.Array:
     """Which of two buffers a step takes; step 0 is the first unmasked one, so that its parity is known statically."""
     return lax.bitwise_and(step, jnp.int32(1))
@@ -185,8 +173,8 @@ def _copy_warpgroup(plan: Plan, refs: Refs) -> None:
         def copy_head(head: jax.Array) -> None:
             @pl.loop(0, item.q_end - item.q_start)
             def _step(step: jax.Array) -> None:
-                qs = pl.ds(_query_block(item, step) * config.block_q, config.block_q)
-                parity = _parity(step - _masked_steps(item))
+                qs = pl.ds(schedule.query_block(item, step) * config.block_q, config.block_q)
+                parity = _parity(step - schedule.masked_steps(item))
                 for copies, consumed, stages in (
                     (with_q, barriers.q.consumed, config.num_stages),
                     (with_dout, barriers.dout.consumed, config.dout_stages),
@@ -261,9 +249,9 @@ def _walk(worker: Worker) -> tuple[jax.Array, jax.Array]:
         block = functools.partial(_block, plan, head)
         if plan.some_masked:
 
-            @pl.loop(0, _masked_steps(item))
+            @pl.loop(0, schedule.masked_steps(item))
             def _masked(i: jax.Array) -> None:
-                step(block(_query_block(item, i), _parity(i - _masked_steps(item)), masked=True))
+                step(block(schedule.query_block(item, i), _parity(i - schedule.masked_steps(item)), masked=True))
 
         # The loops' index is the block: registers are short.
         @pl.loop(item.full_start, item.full_end)

@@ -22,8 +22,6 @@ from pallas_flash.tuning import cache
 
 def obstacle(spec: AttentionSpec, operands: Operands, mask_class: str) -> str | None:
     """Why no kernel here computes the gradients of a call that the forward kernel takes, in words; None if one does."""
-    if spec.deterministic and operands.bias is not None and backward_bias.adds_up_heads(operands.bias, operands.shapes):
-        return "deterministic=True and a bias that heads or batch elements share: the order of its sums is not fixed"
     if (reason := support.gradient_refused(spec, operands)) is not None:
         return reason
     config = tuned_config(spec, operands, mask_class)

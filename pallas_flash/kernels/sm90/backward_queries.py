@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import matmul, memory, schedule, softmax, tile_scores, tma
+from pallas_flash.kernels import matmul, schedule, softmax, tile_scores, tma
 from pallas_flash.kernels.backward_rows import Rows
-from pallas_flash.kernels.backward_weights import Weights, weights_of
+from pallas_flash.kernels.backward_weights import Weights, dlogits, row_products, weights_of
 from pallas_flash.kernels.elements import Span
 from pallas_flash.kernels.schedule import WorkItem
 from pallas_flash.kernels.sizes import COLUMNS, ROW_UNIT, ROWS, padded_head_dims
@@ -58,8 +58,7 @@ def run(
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     dscale = None if scale is None else jax.new_ref(jnp.zeros(rows.delta.shape, jnp.float32))
-    read = tile_scores.function_arrays(spec, operands)
-    more = read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key, read.kv_offset, read.origin
+    more = tile_scores.score_arrays(spec, operands)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -246,7 +245,7 @@ def _step(worker: Worker, step: jax.Array, ds_before: jax.Array | None, *, maske
     p, derivative = _weights(worker, tile, scores, masked=masked)
     dp = tensor_cores.landed(dp, pending=pending)
     plgpu.barrier_arrive(barriers.v.consumed.at[v_slot])
-    ds = _dlogits(worker, tile, p, dp, masked=masked)
+    ds = dlogits(plan, tile, p, dp, softmax.rows_like(work.rows.delta, p), masked=masked)
     tile.add_bias_gradient(inputs.dbias, ds)
     if derivative is not None:  # 0 where ds is, whatever the derivative of a masked pair may be
         ds = jnp.where(ds == 0, 0.0, ds * derivative)
@@ -267,36 +266,15 @@ def _weights(worker: Worker, tile: TileScores, scores: jax.Array, *, masked: boo
     return weights_of(worker.plan, tile, scores, rows, masked=masked)
 
 
-def _dlogits(worker: Worker, tile: TileScores, p: jax.Array, dp: jax.Array, *, masked: bool) -> jax.Array:
-    plan, rows = worker.plan, worker.work.rows
-    if plan.spec.dropout_rate > 0:
-        dp = tile.kept(dp) * (1 / (1 - plan.spec.dropout_rate))
-    ds = p * (dp - softmax.rows_like(rows.delta, p))
-    if masked or plan.any_logits:  # where v or dout holds NaN or Inf, dP does
-        ds = jnp.where(p == 0, 0.0, ds)
-    return ds
-
-
 def _store_tile(plan: Plan, refs: Refs, work: Work, dq: jax.Array) -> None:
     """dQ takes the place of Q in shared memory."""
     inputs, target, buffers, barriers = refs
     item, q_smem = work.item, buffers.q.at[work.wg]
     if inputs.dscale is not None:  # the sum of ds * s over all pairs, with s = q.k
-        products = _row_products(q_smem, dq)
+        products = row_products(q_smem, dq)
         plan.tensor_cores.add(inputs.dscale.at[item.batch, item.head], (work.q_base,), products)
     q_smem[...] = (dq * work.scores.scale).astype(plan.dtype)
     plgpu.commit_smem()
     tma.store(q_smem, target, tma.Rows(item.batch, work.q_base, item.head, plan.config.block_q))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(barriers.q.consumed.at[work.wg])
-
-
-def _row_products(q_smem: Ref, dq: jax.Array) -> jax.Array:
-    """The sum of q * dq along each row."""
-    rows, columns = dq.shape
-    total = plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-    size = memory.tile_columns(dq.shape, q_smem.dtype)  # at a time: registers are short
-    for first in range(0, columns, size):
-        q = plgpu.load(q_smem.at[:, pl.ds(first, size)], layout=plgpu.Layout.WGMMA)
-        total += (q.astype(jnp.float32) * dq[:, first : first + size]).sum(axis=1)
-    return total

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -16,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.kernels import memory
 from pallas_flash.kernels.backward_rows import Rows
 from pallas_flash.kernels.backward_weights import Weights, weights_of
+from pallas_flash.kernels.backward_weights import dlogits as dlogits_of
 from pallas_flash.kernels.sm90.backward_config import BLOCK
 from pallas_flash.kernels.sm90.backward_plan import Block, Ref, Refs, Worker
 from pallas_flash.kernels.tile_mask import TileIndex
@@ -61,12 +61,7 @@ def weights(worker: Worker, block: Block, tile: TileScores, scores: jax.Array) -
 
 def dlogits(worker: Worker, block: Block, tile: TileScores, p: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:
     """The gradient of the logits, if p is P; of scale * q.k, if p is P times the derivative of the logits by it."""
-    spec = worker.plan.spec
-    if spec.dropout_rate > 0:
-        dp = tile.kept(dp) * (1 / (1 - spec.dropout_rate))
-    ds = p * (dp - columns_like(delta, p))
-    if block.masked or worker.plan.any_logits:  # where v or dout holds NaN or Inf, dP does
-        ds = jnp.where(p == 0, 0.0, ds)
+    ds = dlogits_of(worker.plan, tile, p, dp, columns_like(delta, p), masked=block.masked)
     tile.add_bias_gradient(worker.refs.inputs.dbias, ds)
     return ds
 

@@ -47,8 +47,7 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     sinks = None if operands.sinks is None else operands.sinks.astype(jnp.float32)
-    read = tile_scores.function_arrays(spec, operands)
-    more = read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key, read.kv_offset, read.origin
+    more = tile_scores.score_arrays(spec, operands)
     inputs = Inputs(work, q, k, v, scale, sinks, *more)
     row_type = jax.ShapeDtypeStruct((held.batch, held.num_q_heads, held.q_len), jnp.float32)
     out_type = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)

@@ -1,0 +1,240 @@
+"""dK and dV for every GPU since Ampere, without a sum over CTAs: bit-equal on repeats.
+
+A CTA is one warpgroup. It holds 64 or 128 keys with their values and walks over the queries, of all the query heads
+that share the keys, in blocks. Tiles have keys as rows: P^T and dS^T stay in registers, where they are the left
+operands of dV += P^T dO and dK += dS^T Q.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.kernels import backward_schedule as schedule
+from pallas_flash.kernels import memory
+from pallas_flash.kernels.backward_rows import Rows
+from pallas_flash.kernels.backward_schedule import WorkItem
+from pallas_flash.kernels.backward_weights import dlogits, times, weights_of
+from pallas_flash.kernels.sizes import ROW_UNIT, padded_head_dims
+from pallas_flash.kernels.sm80 import backward_plan
+from pallas_flash.kernels.sm80.backward_plan import Arrays, Inputs, Plan, Ref, Work
+from pallas_flash.kernels.sm80.config import COLUMN_UNIT, KeysConfig
+from pallas_flash.kernels.sm80.instructions import Compiled, Interpreted
+from pallas_flash.kernels.tile_mask import TileIndex
+from pallas_flash.kernels.tile_scores import TileScores
+from pallas_flash.kernels.tma import Rows as CopiedRows
+from pallas_flash.kernels.tma import padded
+from pallas_flash.spec import AttentionSpec, Operands
+
+
+class Sums(NamedTuple):
+    """In device memory, or of a CTA; None: another run makes it."""
+
+    dk: Any
+    dv: Any
+
+
+class Buffers(NamedTuple):
+    k: Ref  # [block_kv, H]; at the end dK
+    v: Ref  # [block_kv, Hv]; at the end dV
+    q: Ref  # [stages, block_q, H]
+    dout: Ref  # [stages, block_q, Hv]
+    rows: Rows  # [stages, block_q]
+
+
+class Worker(NamedTuple):
+    """A CTA with its work, and everything that it works with."""
+
+    plan: Plan
+    inputs: Inputs
+    buffers: Buffers
+    work: Work
+
+
+class Block(NamedTuple):
+    """Of queries of one head."""
+
+    head: jax.Array
+    step: jax.Array
+    masked: bool
+
+
+def run(
+    spec: AttentionSpec,
+    operands: Operands,
+    dout: jax.Array,
+    rows: Rows,
+    config: KeysConfig,
+    *,
+    dbias: Any = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """dK and dV.
+
+    dbias: a reference to float32 zeros [B, N, S rounded up], which receives the gradient of a bias [.., 1, S].
+    interpret: `plgpu.InterpretGPUParams`, to interpret it.
+    """
+    shapes = operands.shapes
+    units, columns = ((1, 1), ROW_UNIT) if interpret is None else ((config.block_q, config.block_kv), COLUMN_UNIT)
+    q, dout = (padded(x, units[0], columns) for x in (operands.q, dout))
+    k, v = (padded(x, units[1], columns) for x in (operands.k, operands.v))
+    head_dim, value_head_dim = padded_head_dims(shapes, COLUMN_UNIT)
+    held = shapes._replace(head_dim=head_dim, value_head_dim=value_head_dim)
+    instructions = Compiled() if interpret is None else Interpreted()
+    plan = Plan(spec, held, q.dtype, config, instructions, rows.m is not None)
+    work = jnp.asarray(schedule.work_items(spec, operands, config))
+    call = functools.partial(backward_plan.inputs, spec, operands, Arrays(work, q, k, v, dout, rows))
+    dk_type, dv_type = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v))
+
+    def kernel(sums: Sums, dbias: Any) -> Sums:
+        (found,) = plgpu.kernel(
+            functools.partial(_kernel, plan),
+            out_type=(sums,),
+            scratch_types=(_buffers(plan),),
+            grid=(work.shape[0],),
+            grid_names=("cta",),
+            compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+            interpret=interpret,
+            kernel_name="flash_attention_backward_keys_sm80",
+        )(call(dbias=dbias))
+        return found
+
+    if config.apart:
+        dk, dv = kernel(Sums(dk_type, None), dbias).dk, kernel(Sums(None, dv_type), None).dv
+    else:
+        dk, dv = kernel(Sums(dk_type, dv_type), dbias)
+    keys = slice(shapes.kv_len)
+    return dk[:, keys, :, : shapes.head_dim], dv[:, keys, :, : shapes.value_head_dim]
+
+
+def _buffers(plan: Plan) -> Buffers:
+    matrix = functools.partial(memory.matrix, dtype=plan.dtype)
+    keys, queries = (plan.config.block_kv,), (plan.config.num_stages, plan.config.block_q)
+    dims = plan.shapes.head_dim, plan.shapes.value_head_dim
+    k, v, q, dout = (matrix((*n, dim)) for n in (keys, queries) for dim in dims)
+    rows = memory.rows(queries)
+    return Buffers(k, v, q, dout, Rows(rows, rows, rows if plan.any_logits else None))
+
+
+def _kernel(plan: Plan, inputs: Inputs, targets: Sums, buffers: Buffers) -> None:
+    instructions, config = plan.instructions, plan.config
+    item = schedule.load_item(inputs.work, lax.axis_index("cta"), 0)
+    item = WorkItem(*map(instructions.uniform, item))
+    keys = CopiedRows(item.batch, item.ki * config.block_kv, item.kv_head, config.block_kv)
+    instructions.load(inputs.k, keys, buffers.k)
+    instructions.load(inputs.v, keys, buffers.v)
+    worker = Worker(plan, inputs, buffers, backward_plan.work_of(plan, inputs, item))
+    dk, dv = _walk(worker, targets)
+    factor = 1 / (1 - plan.spec.dropout_rate)
+    scaled = Sums(
+        dk=None if dk is None else dk * worker.work.scores.scale,
+        dv=dv if dv is None or factor == 1 else dv * factor,
+    )
+    instructions.commit()  # keys and values have been read
+    staged = [x for x in zip(targets, (buffers.k, buffers.v), scaled, strict=True) if x[0] is not None]
+    for _, buffer, value in staged:
+        buffer[...] = value.astype(plan.dtype)
+    instructions.commit()
+    for target, buffer, _ in staged:
+        instructions.store(buffer, target, keys)
+
+
+def _walk(worker: Worker, targets: Sums) -> Sums:
+    """Over the item's query blocks of each head: the masked ones, then the unmasked ones."""
+    plan, item = worker.plan, worker.work.item
+    dims = plan.shapes.head_dim, plan.shapes.value_head_dim
+    zeros = lambda dim: plgpu.layout_cast(  # noqa: E731
+        jnp.zeros((plan.config.block_kv, dim), jnp.float32), plgpu.Layout.WGMMA
+    )
+    sums = Sums(*(None if target is None else zeros(dim) for target, dim in zip(targets, dims, strict=True)))
+
+    def walk_head(head: jax.Array, sums: Sums) -> Sums:
+        _copy(worker, head, jnp.int32(0))
+        masked_steps = jnp.int32(0)
+        step = lambda masked: lambda i, sums: _step(worker, Block(head, i, masked), sums)  # noqa: E731
+        if plan.some_masked:
+            masked_steps = schedule.masked_steps(item)
+            sums = lax.fori_loop(0, masked_steps, step(True), sums)
+        sums = lax.fori_loop(masked_steps, item.q_end - item.q_start, step(False), sums)
+        plan.instructions.commit()  # the last block has been read
+        return sums
+
+    heads = plan.shapes.q_heads_per_kv_head
+    if heads == 1:
+        return walk_head(item.kv_head, sums)
+    first = item.kv_head * heads
+    return lax.fori_loop(first, first + heads, walk_head, sums)
+
+
+def _copy(worker: Worker, head: jax.Array, step: jax.Array) -> None:
+    plan, inputs, buffers, work = worker
+    item, instructions, block_q = work.item, plan.instructions, plan.config.block_q
+
+    @pl.when(step < item.q_end - item.q_start)
+    def _() -> None:
+        slot = _slot(plan, step)
+        rows = CopiedRows(item.batch, schedule.query_block(item, step) * block_q, head, block_q)
+        instructions.load(inputs.q, rows, buffers.q.at[slot])
+        instructions.load(inputs.dout, rows, buffers.dout.at[slot])
+        for source, buffer in zip(inputs.rows, buffers.rows, strict=True):
+            if source is not None:
+                instructions.load_rows(source.at[item.batch, head], rows.start, buffer.at[slot])
+
+    instructions.commit_copies()
+
+
+def _slot(plan: Plan, step: jax.Array) -> jax.Array:
+    return lax.rem(step, jnp.int32(plan.config.num_stages))
+
+
+def _step(worker: Worker, block: Block, sums: Sums) -> Sums:
+    copy = functools.partial(_copy, worker, block.head)
+    return backward_plan.with_next(worker.plan, copy, block.step, lambda: _add(worker, block, sums))
+
+
+def _add(worker: Worker, block: Block, sums: Sums) -> Sums:
+    """dK and dV with the part of one block of queries, without the scale and the dropout's factor."""
+    plan, inputs, buffers, work = worker
+    instructions, slot = plan.instructions, _slot(plan, block.step)
+    dk, dv = sums
+    tile = TileScores(plan.spec, work.scores, _tile_index(worker, block), instructions)
+    scores = instructions.product(buffers.k, buffers.q.at[slot], transposed=True)
+    of_columns = lambda ref: _spread(ref.at[slot], scores)  # noqa: E731
+    m = None if buffers.rows.m is None else of_columns(buffers.rows.m)
+    rows = Rows(of_columns(buffers.rows.lse_log2), None, m)
+    p, derivative = weights_of(plan, tile, scores, rows, masked=block.masked)
+    if dv is not None:
+        dv = instructions.product(tile.kept(p).astype(plan.dtype), buffers.dout.at[slot], dv)
+    if dk is not None:
+        dp = instructions.product(buffers.v, buffers.dout.at[slot], transposed=True)
+        ds = dlogits(plan, tile, p, dp, of_columns(buffers.rows.delta), masked=block.masked)
+        tile.add_bias_gradient(inputs.dbias, ds)
+        if derivative is not None:
+            ds = times(ds, derivative)
+        dk = instructions.product(ds.astype(plan.dtype), buffers.q.at[slot], dk)
+    return Sums(dk, dv)
+
+
+def _spread(columns: Ref, tile: jax.Array) -> jax.Array:
+    """One value a column, for every row of the tile."""
+    values = plgpu.load(columns, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return lax.broadcast_in_dim(values, tile.shape, (1,))
+
+
+def _tile_index(worker: Worker, block: Block) -> TileIndex:
+    plan, work = worker.plan, worker.work
+    return TileIndex(
+        shape=(plan.config.block_kv, plan.config.block_q),
+        batch=work.item.batch,
+        head=block.head,
+        q_base=schedule.query_block(work.item, block.step) * plan.config.block_q,
+        kv_base=work.item.ki * plan.config.block_kv,
+        q_offset=work.q_offset,
+        transposed=True,
+    )

@@ -1,0 +1,209 @@
+"""FlashAttention forward for every GPU since Ampere: mma.sync and cp.async, one warpgroup a CTA.
+
+A CTA holds 64 or 128 queries and walks over the keys in blocks (FlashAttention-2, sections 3.1 to 3.3). Its four warps
+have rows of their own: P goes from the registers of S into those of the second product. Blocks of keys and of values
+are copied in turn while the other is multiplied; two CTAs on an SM overlap the softmax of one with products of the
+other.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.kernels import junk, memory, schedule, softmax, tile_scores
+from pallas_flash.kernels.schedule import WorkItem
+from pallas_flash.kernels.sizes import ROW_UNIT, padded_head_dims
+from pallas_flash.kernels.sm80 import plan as plan_
+from pallas_flash.kernels.sm80.config import COLUMN_UNIT, ForwardConfig
+from pallas_flash.kernels.sm80.instructions import Compiled, Interpreted
+from pallas_flash.kernels.sm80.plan import Buffers, Inputs, Plan, Ref, State, Work, Worker
+from pallas_flash.kernels.tile_scores import TileScores
+from pallas_flash.kernels.tma import Rows, padded
+from pallas_flash.spec import AttentionSpec, Forward, Operands, Residuals
+
+
+def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, interpret: Any = None) -> Forward:
+    """interpret: `plgpu.InterpretGPUParams` to run the kernel in Pallas' interpreter."""
+    shapes = operands.shapes
+    # Copies of 16 bytes; the interpreter wants whole tiles.
+    rows, columns = ((1, 1), ROW_UNIT) if interpret is None else ((config.block_q, config.block_kv), COLUMN_UNIT)
+    q, k, v = (padded(x, n, columns) for x, n in zip(operands[:3], (*rows, rows[1]), strict=True))
+    head_dim, value_head_dim = padded_head_dims(shapes, COLUMN_UNIT)
+    held = shapes._replace(head_dim=head_dim, value_head_dim=value_head_dim)
+    instructions = Compiled() if interpret is None else Interpreted()
+    plan = Plan(spec, held, q.dtype, config, instructions, operands.bias is not None)
+    work = jnp.asarray(schedule.work_items(spec, operands, config))
+    scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
+    sinks = None if operands.sinks is None else operands.sinks.astype(jnp.float32)
+    more = tile_scores.score_arrays(spec, operands)
+    row_type = jax.ShapeDtypeStruct((shapes.batch, shapes.num_q_heads, q.shape[1]), jnp.float32)
+    out_type = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan),
+        out_type=(Residuals(out_type, row_type, row_type),),
+        scratch_types=(plan_.buffers(plan),),
+        grid=(work.shape[0],),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+        kernel_name="flash_attention_forward_sm80",
+    )
+    ((out, m, row_sum),) = kernel(Inputs(work, q, k, v, scale, sinks, *more))
+    queries = slice(shapes.q_len)
+    m = m[..., queries]
+    max_logit = None
+    if spec.return_max_logit:  # of the keys, without the sink, which joins here
+        max_logit = m.max(-1)
+        m = m if sinks is None else jnp.maximum(m, sinks[:, None])
+    out = out[:, queries, :, : shapes.value_head_dim]
+    return Forward(Residuals(out, m, row_sum[..., queries]), max_logit)
+
+
+def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers) -> None:
+    worker = Worker(plan, inputs, outputs, buffers, _work(plan, inputs))
+    work, instructions = worker.work, plan.instructions
+    if buffers.junk is not None:
+        junk.forget(buffers.junk, 0, instructions)
+    instructions.load(inputs.q, Rows(work.item.batch, work.q_base, work.item.head, plan.config.block_q), buffers.q)
+    _copy_keys(worker, jnp.int32(0))
+    for stage in range(plan.config.num_stages - 1):
+        _copy_values(worker, jnp.int32(stage))
+        _copy_keys(worker, jnp.int32(stage + 1))
+    state = _attend(worker)
+    stats = softmax.RowTotals(state.m, state.shift, state.l)
+    _store(worker, state.out, softmax.finish_as(plan.spec, stats, plan.units, work.sink))
+
+
+def _work(plan: Plan, inputs: Inputs) -> Work:
+    item = schedule.load_item(inputs.work, lax.axis_index("cta"), jnp.int32(0))
+    item = WorkItem(*map(plan.instructions.uniform, item))
+    return Work(
+        item=item,
+        q_base=item.qi * plan.config.block_q,
+        sink=None if inputs.sinks is None else inputs.sinks[item.head],
+        q_offset=plan.spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch],
+        scores=tile_scores.score_operands(plan.spec, inputs, item.batch),
+    )
+
+
+# Copies: those of keys and of values take turns, each is a group, and those behind the last step are empty. So it is
+# known statically how many were started after the one that is waited for.
+
+
+def _copy_keys(worker: Worker, step: jax.Array) -> None:
+    _copy(worker, worker.inputs.k, worker.buffers.k, step)
+
+
+def _copy_values(worker: Worker, step: jax.Array) -> None:
+    _copy(worker, worker.inputs.v, worker.buffers.v, step)
+
+
+def _copy(worker: Worker, source: Ref, buffer: Ref, step: jax.Array) -> None:
+    plan, item = worker.plan, worker.work.item
+
+    @pl.when(step < item.kv_end - item.kv_start)
+    def _() -> None:
+        block_kv = plan.config.block_kv
+        kv_head = lax.div(item.head, jnp.int32(plan.shapes.q_heads_per_kv_head))
+        rows = Rows(item.batch, schedule.key_block(item, step) * block_kv, kv_head, block_kv)
+        plan.instructions.load(source, rows, buffer.at[_slot(plan, step)])
+
+    plan.instructions.commit_copies()
+
+
+def _land(plan: Plan) -> None:
+    """Wait for the oldest copy that has not been waited for; all warps have then read what was copied before it."""
+    plan.instructions.wait_for_copies(2 * (plan.config.num_stages - 1))
+    plan.instructions.commit()
+
+
+def _slot(plan: Plan, step: jax.Array) -> jax.Array:
+    return lax.rem(step, jnp.int32(plan.config.num_stages))
+
+
+def _attend(worker: Worker) -> State:
+    """Over the item's key blocks: the masked ones, then the unmasked ones."""
+    plan, item = worker.plan, worker.work.item
+    q = None
+    if plan.config.q_in_registers:
+        _land(plan)  # the queries came with the first keys
+        q = plgpu.load(worker.buffers.q, layout=plgpu.Layout.WGMMA)
+    step = functools.partial(_step, worker, q)
+    state, first_unmasked = _initial_state(plan), jnp.int32(0)
+    if plan.some_masked:
+        first_unmasked = schedule.first_unmasked(item)
+        state = lax.fori_loop(0, first_unmasked, functools.partial(step, masked=True), state)
+    return lax.fori_loop(first_unmasked, item.kv_end - item.kv_start, functools.partial(step, masked=False), state)
+
+
+def _initial_state(plan: Plan) -> State:
+    """No key so far: the first one's maximum then scales nothing by 0."""
+    block_q, tile = plan.config.block_q, plgpu.Layout.WGMMA
+    full = lambda shape, value, layout: plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)  # noqa: E731
+    nothing = full((block_q,), softmax.NO_MAXIMUM, tile.reduce(1))
+    out = full((block_q, plan.shapes.value_head_dim), 0.0, tile)
+    return State(out, nothing, nothing, full((block_q,), 0.0, tile.reduce(1)))
+
+
+def _step(worker: Worker, q: jax.Array | None, step: jax.Array, state: State, *, masked: bool) -> State:
+    """S = Q K^T of a block of keys, its softmax, and O += P V."""
+    plan, _, _, buffers, work = worker
+    instructions, units, config = plan.instructions, plan.units, plan.config
+    slot = _slot(plan, step)
+    _land(plan)
+    _copy_values(worker, step + (config.num_stages - 1))
+    scores = instructions.product(buffers.q if q is None else q, buffers.k.at[slot], transposed=True)
+    _land(plan)
+    _copy_keys(worker, step + config.num_stages)
+    tile = TileScores(plan.spec, work.scores, schedule.tile_index(config, work, step, masked=masked), instructions)
+    if not plan.raw_scores:
+        scores = tile.logits(scores)
+    if masked:
+        scores = tile.masked(scores, plan.kv_len_if_cut)
+
+    out, m, shift, sums = state
+    m = jnp.maximum(m, softmax.maxima(scores, units).max(axis=1))
+    rescale = instructions.any(units.log2(m - shift) > config.rescale_threshold)
+    new_shift = lax.cond(rescale, lambda: m, lambda: shift)
+    out, sums = softmax.rescaled(rescale, units.log2(shift - new_shift), out, sums)
+    p = softmax.probabilities(scores, new_shift, units)
+    sums += softmax.fold(jnp.add, p).sum(axis=1)
+    weights = tile.kept(p).astype(plan.dtype)
+    if plan.hides_values(masked=masked):
+        junk.clean(
+            buffers.v.at[slot], memory.tile_columns(buffers.v.shape, plan.dtype), buffers.junk, slot, instructions
+        )
+    out = instructions.product(weights, buffers.v.at[slot], out)
+    if plan.hides_values(masked=masked):
+        junk.note_readers(tile, buffers.junk, slot, 0)
+    return State(out, m, new_shift, sums)
+
+
+def _store(worker: Worker, out: jax.Array, stats: softmax.FinalStatistics) -> None:
+    plan, _, outputs, buffers, work = worker
+    item, instructions = work.item, plan.instructions
+    normalizer = stats.normalizer
+    if buffers.junk is not None:
+        normalizer += junk.of_readers(buffers.junk, 0)
+    instructions.commit()  # queries, keys and values have been read
+    staged = _out_buffer(plan, buffers)
+    staged[...] = (out * softmax.rows_like(normalizer, out)).astype(plan.dtype)
+    instructions.commit()
+    instructions.store(staged, outputs.out, Rows(item.batch, work.q_base, item.head, plan.config.block_q))
+    for target, value in ((outputs.m, stats.m), (outputs.l, stats.l)):
+        instructions.store_rows(target.at[item.batch, item.head], work.q_base, value)
+
+
+def _out_buffer(plan: Plan, buffers: Buffers) -> Ref:
+    if buffers.out is not None:
+        return buffers.out
+    if plan.shapes.head_dim == plan.shapes.value_head_dim:
+        return buffers.q
+    return buffers.v.at[0, pl.ds(0, plan.config.block_q)]

@@ -1,0 +1,126 @@
+"""What the portable forward kernel works with: its operands, buffers and static facts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_flash.kernels import junk, memory, softmax
+from pallas_flash.kernels.schedule import WorkItem
+from pallas_flash.kernels.sm80.config import ForwardConfig
+from pallas_flash.kernels.sm80.instructions import Instructions
+from pallas_flash.kernels.tile_scores import ScoreOperands
+from pallas_flash.spec import AttentionSpec, Residuals, Shapes
+
+Ref = Any
+
+
+class Inputs(NamedTuple):
+    """In device memory; what is absent is None."""
+
+    work: Ref
+    q: Ref
+    k: Ref
+    v: Ref
+    scale: Ref | None  # [1]
+    sinks: Ref | None  # [N]
+    q_offset: Ref | None  # [B]
+    score_mod: tuple[Ref, ...]  # these as in spec.Operands
+    bias: Ref | None
+    mask: tuple[tuple[Ref, ...], ...]
+    dropout_key: Ref | None
+    kv_offset: Ref | None
+    origin: Ref | None
+
+
+class Buffers(NamedTuple):
+    q: Ref  # [block_q, H]
+    k: Ref  # [stages, block_kv, H]
+    v: Ref  # [stages, block_kv, Hv]
+    out: Ref | None  # [block_q, Hv]; None: takes the place of q, or of v
+    junk: junk.Junk | None  # of v; None: nothing in a block of values is hidden
+
+
+class State(NamedTuple):
+    """Between two key blocks."""
+
+    out: jax.Array  # O, not yet normalised
+    m: jax.Array  # [block_q], the rows' maxima in the kernel's units
+    shift: jax.Array  # [block_q], as in softmax.RowStatistics
+    l: jax.Array  # noqa: E741  [block_q], sums of exp(logits - shift)
+
+
+class Work(NamedTuple):
+    """What this CTA works on."""
+
+    item: WorkItem
+    q_base: jax.Array
+    sink: jax.Array | None
+    q_offset: Any
+    scores: ScoreOperands
+
+
+class Worker(NamedTuple):
+    """A CTA with its work, and everything that it works with."""
+
+    plan: Plan
+    inputs: Inputs
+    outputs: Residuals
+    buffers: Buffers
+    work: Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about a kernel."""
+
+    spec: AttentionSpec
+    shapes: Shapes  # with padded head dims
+    dtype: Any
+    config: ForwardConfig
+    instructions: Instructions
+    has_bias: bool
+
+    @property
+    def any_logits(self) -> bool:
+        """Whether logits may be as large as float32 goes."""
+        return self.has_bias or self.spec.score_mod is not None
+
+    @property
+    def kv_len_if_cut(self) -> int | None:
+        """The number of keys, if the last block is not full."""
+        return self.shapes.kv_len if self.shapes.kv_len % self.config.block_kv else None
+
+    @property
+    def some_masked(self) -> bool:
+        return bool(self.spec.mask) or self.kv_len_if_cut is not None
+
+    def hides_values(self, *, masked: bool) -> bool:
+        """Whether a block, masked or not, may have rows of v that some queries must not read: a bias may be -inf
+        anywhere. Rows behind the end are zeros."""
+        return self.has_bias or (masked and bool(self.spec.mask))
+
+    @property
+    def raw_scores(self) -> bool:
+        return softmax.takes_raw_scores(self.spec, any_logits=self.any_logits)
+
+    @property
+    def units(self) -> softmax.Units:
+        return softmax.units_of(self.spec, any_logits=self.any_logits)
+
+
+def buffers(plan: Plan) -> Buffers:
+    shapes, config = plan.shapes, plan.config
+    head_dims = shapes.head_dim, shapes.value_head_dim
+    stages, block_q, block_kv = config.num_stages, config.block_q, config.block_kv
+    matrix = functools.partial(memory.matrix, dtype=plan.dtype)
+    return Buffers(
+        q=matrix((block_q, shapes.head_dim)),
+        k=matrix((stages, block_kv, shapes.head_dim)),
+        v=matrix((stages, block_kv, shapes.value_head_dim)),
+        out=matrix((block_q, shapes.value_head_dim)) if config.out_has_own_buffer(head_dims) else None,
+        junk=junk.scratch(stages, block_kv, 1, block_q) if plan.hides_values(masked=True) else None,
+    )
