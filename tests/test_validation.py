@@ -56,6 +56,7 @@ WRONG: dict[str, list[Any]] = {
 CASES = [(name, i) for name, values in WRONG.items() for i in range(len(values))]
 
 
+@pytest.mark.case("B21", "D15", "F05", "K10")
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_wrong_arguments_are_refused_by_name(name: str, number: int) -> None:
     arguments = {"query": Q, "key": K, "value": V, "dropout_key": jax.random.key(0)} | {name: WRONG[name][number]}
@@ -68,6 +69,7 @@ def test_every_argument_has_wrong_values() -> None:
     assert set(inspect.signature(flash_attention).parameters) == set(WRONG) | {"dropout_key"}
 
 
+@pytest.mark.case("F05")
 def test_dropout_needs_a_key() -> None:
     two = jax.random.split(jax.random.key(0), 2)
     for key in (None, 3, "key", two, np.zeros(2, np.float32), np.zeros((2, 2), np.uint32)):
@@ -77,6 +79,7 @@ def test_dropout_needs_a_key() -> None:
         jax.jit(lambda rate: flash_attention(Q, K, V, dropout_rate=rate, dropout_key=jax.random.key(0)))(0.1)
 
 
+@pytest.mark.case("D11")
 def test_no_mixture_of_dtypes() -> None:
     """Refused at the call, naming all three (D11)."""
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -88,6 +91,7 @@ def test_no_mixture_of_dtypes() -> None:
             assert flash_attention(Q.astype(a), K.astype(b), V.astype(c)).dtype == a
 
 
+@pytest.mark.case("E11")
 def test_head_counts() -> None:
     for heads, kv_heads in ((3, 0), (3, 2), (2, 3)):
         with pytest.raises(ValueError, match=f"N={heads}.*K={kv_heads}"):
@@ -132,6 +136,7 @@ def test_numpy_and_weakly_typed_inputs() -> None:
     np.testing.assert_allclose(flash_attention(q, k, v, **scalars), flash_attention(q, k, v, **plain), rtol=1e-6)
 
 
+@pytest.mark.case("K11")
 def test_the_signature_is_a_superset_of_jax() -> None:
     """The positional order and every keyword of jax.nn.dot_product_attention, defaults included (K11)."""
     ours, theirs = (inspect.signature(f).parameters for f in (flash_attention, jax.nn.dot_product_attention))
@@ -141,12 +146,14 @@ def test_the_signature_is_a_superset_of_jax() -> None:
         assert ours[name].default == parameter.default
 
 
+@pytest.mark.case("K01")
 def test_heads_first_tensors_are_warned_of() -> None:
     x = jnp.zeros((1, 8, 256, 16))
     with pytest.warns(UserWarning, match=r"\[\*B, T, N, H\]"):
         jax.eval_shape(flash_attention, x, x, x)
 
 
+@pytest.mark.case("G15")
 def test_traced_arguments_are_never_looked_at() -> None:
     """All arrays as tracers, under jit, eval_shape, vmap and scan (G15)."""
     arrays = {
@@ -160,6 +167,7 @@ def test_traced_arguments_are_never_looked_at() -> None:
     assert jax.vmap(attend)(stacked).shape == jax.lax.scan(lambda c, a: (c, attend(a)), 0, stacked)[1].shape
 
 
+@pytest.mark.case("K05")
 def test_explain_names_every_implementation() -> None:
     for name in (None, "xla", "reference"):
         explanation = explain(Q, K, V, is_causal=True, implementation=name)

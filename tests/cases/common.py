@@ -13,39 +13,49 @@ from tests.conftest import CPU_IMPLEMENTATIONS, Call, Outputs
 
 case = pytest.mark.case
 also_interpreted = pytest.mark.also_interpreted
+not_reference = pytest.mark.not_reference  # sizes of their own cost a second to compile, and are tiles' affair
 
 KERNELS = ("sm90",)  # in bfloat16, on a GPU
 KERNEL_FACTOR = 3.0  # as tests/test_gpu.py: the kernels' delta comes from the rounded output
 
 
 def implementations_of(test: Any) -> list[Any]:
-    names: list[Any] = [*CPU_IMPLEMENTATIONS, *(pytest.param(name, marks=pytest.mark.gpu) for name in KERNELS)]
+    names: list[Any] = [name for name in CPU_IMPLEMENTATIONS if not test.get_closest_marker(f"not_{name}")]
+    names += [pytest.param(name, marks=pytest.mark.gpu) for name in KERNELS]
     if test.get_closest_marker("also_interpreted"):
         names.append(pytest.param(interpreted.NAME, marks=pytest.mark.interpreted))
     return names
 
 
 def dtype_of(implementation: str) -> Any:
-    return np.float32 if implementation in CPU_IMPLEMENTATIONS else jnp.bfloat16
+    return np.float32 if on_cpu(implementation) else jnp.bfloat16
 
 
 def inputs(implementation: str, seed: int = 0, **sizes: Any) -> Call:
-    """Random q, k, v in a dtype that the implementation takes: [2, 5, 6, 8], [2, 7, 3, 8], [2, 7, 3, 6] by default."""
+    """Random q, k, v in a dtype that the implementation takes: [2, 5, 6, 8], [2, 7, 3, 8], [2, 7, 3, 6] by default.
+
+    Most cases have these sizes: run operation by operation, a second call of one size compiles nothing."""
     return conftest.inputs(seed, **{"dtype": dtype_of(implementation)} | sizes)
 
 
-def check(call: Call, implementation: str, *, seed: int = 0) -> Outputs:
+def on_cpu(implementation: str) -> bool:
+    return implementation in CPU_IMPLEMENTATIONS
+
+
+def check(call: Call, implementation: str, *, seed: int = 0, jit: bool = False) -> Outputs:
     """Forward and backward for random cotangents, within the error budget of plain attention in the same dtype."""
-    return conftest.check(call, implementation, seed=seed, jit=False, factor=factor_of(implementation))
+    return conftest.check(call, implementation, seed=seed, jit=jit, factor=factor_of(implementation))
 
 
 def factor_of(implementation: str) -> float:
-    return 2.0 if implementation in CPU_IMPLEMENTATIONS else KERNEL_FACTOR
+    return 2.0 if on_cpu(implementation) else KERNEL_FACTOR
 
 
-def evaluate(call: Call, implementation: str, dout: Any = None, dlse: Any = None, **extra: Any) -> Outputs:
+def evaluate(
+    call: Call, implementation: str, dout: Any = None, dlse: Any = None, *, jit: bool = False, **extra: Any
+) -> Outputs:
     """Forward, and with `dout` backward too, as NumPy arrays in float32."""
-    outputs = conftest.evaluate(call, implementation, dout, dlse, jit=False, **extra)
+    outputs = conftest.evaluate(call, implementation, dout, dlse, jit=jit, **extra)
     to_float = lambda x: np.asarray(x).astype(np.float32)  # noqa: E731
     return Outputs(*map(to_float, outputs[:3]), {name: to_float(x) for name, x in outputs.gradients.items()})
 
@@ -72,5 +82,5 @@ def keys_read(call: Call, implementation: str) -> np.ndarray:
     weights = evaluate(call, implementation).out[:, :, 0]
     number = (weights > 0).sum(-1)
     want = np.where(weights > 0, 1 / np.maximum(number, 1)[..., None], 0)
-    np.testing.assert_allclose(weights, want, rtol=1e-6 if implementation in CPU_IMPLEMENTATIONS else 1e-2)
+    np.testing.assert_allclose(weights, want, rtol=1e-6 if on_cpu(implementation) else 1e-2)
     return number

@@ -26,7 +26,8 @@ def pytest_pyfunc_call(pyfuncitem: Any) -> Any:
     try:
         return (yield)
     except NotImplementedError as error:
-        name = pyfuncitem.callspec.params.get("implementation") if hasattr(pyfuncitem, "callspec") else None
+        parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
+        name = parameters.get("implementation", parameters.get("kernel"))
         if name is None or name in CPU_IMPLEMENTATIONS or "cannot compute this call" not in str(error):
             raise
         pytest.skip(str(error))

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from pallas_flash import flash_attention
-from tests.cases.common import also_interpreted, case, check, close, dtype_of, evaluate, inputs
-from tests.conftest import Call, cotangents_of
+from tests import oracles
+from tests.cases.common import also_interpreted, case, check, close, dtype_of, evaluate, inputs, on_cpu
+from tests.conftest import Call, attend, cotangents_of, op_by_op
 
 T, S = 5, 7
 
@@ -55,51 +56,47 @@ def test_a_dead_row_reaches_nothing(implementation: str, way: str) -> None:
 
 
 @case("A01")
-def test_a_dead_row_under_jit_and_a_shared_projection(implementation: str) -> None:
-    """The gradient of a weight that makes q, k and v is finite, and that of the call with the row cut out."""
-    dtype = dtype_of(implementation)
-    rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=s), dtype) for s in ((1, 4, 2, 8), (8, 8)))
-    weight = np.ones((1, 4, 2, 8))
-    weight[:, 1] = 0
-    mask = np.ones((1, 1, 4, 4), bool)
-    mask[..., 1, :] = False
-    keep = np.array([0, 2, 3])
+def test_a_dead_row_beside_a_shared_projection_under_jit(implementation: str) -> None:
+    """The gradient of a weight that makes q and k is finite, though every row feeds it."""
+    call = inputs(implementation) | WAYS["mask"]
+    weight = np.ones((2, T, 6, 6))
+    weight[1, 2] = 0
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), dtype_of(implementation))
 
-    def loss(w: Any, rows: Any, mask: Any, weight: Any) -> Any:
-        kv = x @ w
-        out = flash_attention(kv[:, rows], kv[:, :, :1], kv[:, :, :1], mask=mask, implementation=implementation)
-        return jnp.sum(out * weight)
+    @jax.jit
+    @jax.grad
+    def gradient(w: Any) -> Any:
+        options: Any = {"mask": call["mask"], "implementation": implementation}
+        return jnp.sum(flash_attention(call["q"] @ w, call["k"] @ w, call["v"], **options) * weight)
 
-    got = jax.jit(jax.grad(lambda w: loss(w, np.arange(4), mask, weight)))(w)
-    want = jax.grad(lambda w: loss(w, keep, None, weight[:, keep]))(w)
-    close(got, want, implementation, factor=4)
+    assert np.isfinite(np.float32(gradient(w))).all() and (gradient(w) != 0).any()
 
 
 @case("A02")
 @also_interpreted
 def test_a_head_that_reads_nothing(implementation: str) -> None:
-    """Head 1 of 3 masked as a whole, whether or not lse is asked for; the others are as without it."""
-    call = inputs(implementation, heads=(3, 3))
-    masked = call | {"mask": (np.arange(3) != 1)[:, None, None]}
+    """Head 1 of 6 masked as a whole, whether or not lse is asked for; the others are as if it had not been."""
+    call = inputs(implementation)
+    masked = call | {"mask": (np.arange(6) != 1)[:, None, None]}
     outputs = check(masked, implementation)
-    others = np.array([0, 2])
-    without = evaluate({name: x[:, :, others] for name, x in call.items()}, implementation)
+    others = np.array([0, 2, 3, 4, 5])
     assert (np.asarray(outputs.out)[:, :, 1] == 0).all() and (np.asarray(outputs.lse)[:, :, 1] == -np.inf).all()
-    np.testing.assert_array_equal(np.float32(outputs.out)[:, :, others], without.out)
-    alone = flash_attention(call["q"], call["k"], call["v"], mask=masked["mask"], implementation=implementation)
-    np.testing.assert_array_equal(np.float32(alone), np.float32(outputs.out))
+    unmasked = evaluate(call, implementation)
+    close(np.asarray(outputs.out)[:, :, others], unmasked.out[:, :, others], implementation)
+    close(np.asarray(outputs.lse)[:, :, others], unmasked.lse[:, :, others], implementation)
+    with op_by_op(implementation):
+        np.testing.assert_array_equal(attend(masked, implementation), outputs.out)
 
 
 @case("A08")
 def test_fewer_keys_than_queries_bottom_right(implementation: str) -> None:
     """Rows [76, 34, 146] of 3 sequences with one key each; loud inputs; the diagonal at the lengths' end."""
-    dtype = np.float16 if implementation != "reference" else np.float32
-    call = inputs(implementation, batch=3, q_len=146, kv_len=3, heads=(2, 1), dims=(16, 16), dtype=dtype)
+    sizes: Any = {"batch": 3, "q_len": 146, "kv_len": 3, "heads": (2, 1), "dims": (16, 16), "dtype": np.float16}
+    call = inputs(implementation, **sizes)
     call["q"] = call["q"] * 3
     lengths = np.array([76, 34, 146], np.int32)
     call |= {"is_causal": True, "q_lengths": lengths, "kv_lengths": np.ones(3, np.int32), "query_offset": 1 - lengths}
-    outputs = check(call, implementation)
+    outputs = check(call, implementation, jit=True)
     dead = np.arange(146) != lengths[:, None] - 1  # only the last real query stands at the key
     assert (np.asarray(outputs.gradients["q"])[dead] == 0).all()
     assert all(np.isfinite(np.float32(g)).all() for g in outputs.gradients.values())
@@ -108,28 +105,27 @@ def test_fewer_keys_than_queries_bottom_right(implementation: str) -> None:
 @case("A08")
 def test_one_key_takes_all_the_weight(implementation: str) -> None:
     """300 draws of one query and one key: P = 1, dq and dk 0 to rounding, dv = dout."""
-    dtype = np.float16 if implementation not in ("reference", "xla") else np.float32
-    call = {name: 3 * x for name, x in inputs(implementation, batch=300, q_len=1, kv_len=1, heads=(1, 1),
-            dims=(16, 16), dtype=dtype).items()}  # fmt: skip
+    sizes: Any = {"batch": 300, "q_len": 1, "kv_len": 1, "heads": (1, 1), "dims": (16, 16), "dtype": np.float16}
+    call = {name: 3 * x for name, x in inputs(implementation, **sizes).items()}
     dout, _ = cotangents_of(call)
-    outputs = evaluate(call, implementation, dout)
+    outputs = evaluate(call, implementation, dout, jit=True)
     np.testing.assert_array_equal(outputs.out, np.float32(call["v"]))
     np.testing.assert_array_equal(outputs.gradients["v"], np.float32(dout))
     for name in "qk":
-        assert np.abs(outputs.gradients[name]).max() < 1e-2 * (dtype == np.float16) + 1e-4
+        assert np.abs(outputs.gradients[name]).max() < 1e-2
 
 
 @case("A17")
 def test_bands_over_regions(implementation: str) -> None:
     """Local, strided and block-wise regions: empty, full and partial tiles, and keys that no query reads."""
-    size = 48 if implementation in ("reference", "xla") else 1024
+    size = 48 if on_cpu(implementation) else 1024
     row, key = np.ogrid[: 3 * size, : 3 * size]
     local = (row < size) & (abs(row - key) < 9)
     strided = (row >= size) & (row < 2 * size) & ((row - key) % 16 == 0) & (key < 2 * size)
     block = (row >= 2 * size) & (key >= 2 * size + size // 2)
     mask = local | strided | block
     sizes = {"batch": 1, "q_len": 3 * size, "kv_len": 3 * size, "heads": (1, 1), "dims": (16, 16)}
-    outputs = check(inputs(implementation, **sizes) | {"mask": mask}, implementation)
+    outputs = check(inputs(implementation, **sizes) | {"mask": mask}, implementation, jit=True)
     unread = ~mask.any(0)
     assert unread.any() and not unread.all()
     for name in "kv":
@@ -142,7 +138,6 @@ def test_padding_elements_of_a_batch(implementation: str) -> None:
     """One query each over a cache, three of eight with nothing in it, in a scan: exactly 0 and -inf there."""
     call = inputs(implementation, batch=8, q_len=1, kv_len=24, heads=(4, 2))
     lengths = np.array([3, 0, 24, 7, 0, 0, 1, 24])
-    call = {name: jnp.asarray(x) for name, x in call.items()}
 
     def step(carry: Any, extra: Any) -> Any:
         options: Any = {"key_value_seq_lengths": lengths + extra * (lengths > 0), "return_residual": True}
@@ -151,6 +146,5 @@ def test_padding_elements_of_a_batch(implementation: str) -> None:
     out, lse = jax.lax.scan(step, 0, jnp.arange(2))[1]
     dead = lengths == 0
     assert (out[:, dead] == 0).all() and (lse[:, dead] == -np.inf).all()
-    alone = {name: x[~dead] for name, x in call.items()} | {"kv_lengths": lengths[~dead]}
-    close(out[0][~dead], evaluate(alone, implementation).out, implementation)
+    close(out[0], oracles.attention(**call, kv_lengths=lengths).out, implementation)
     assert np.isfinite(np.float32(out)).all() and np.isfinite(lse[:, ~dead]).all()

@@ -154,10 +154,17 @@ def call_of(case: Case) -> Call:
     elif "mask" in options and not {"prefix", "chunk"} & set(options):
         call["mask"] = _rng(case, "mask").random(_shape(case, options["mask"])) < 0.8
     call |= {name: make(case, options[name]) for name, make in MAKERS.items() if name in options}
-    if "rate" in call:
-        with op_by_op("reference"):
-            call["keep"] = dropout_keep(_shape(case, (1, 1, 1, 1)), call["rate"], call.get("query_offset", 0))
     return call
+
+
+def with_keep(call: Call) -> Call:
+    """With the mask that dropout draws at the call's positions."""
+    if "rate" not in call:
+        return call
+    (batch, q_len, heads, _), kv_len = call["q"].shape, call["k"].shape[1]
+    with op_by_op("reference"):
+        keep = dropout_keep((batch, heads, q_len, kv_len), call["rate"], call.get("query_offset", 0))
+    return call | {"keep": keep}
 
 
 def _dtype(name: str) -> Any:
@@ -212,6 +219,11 @@ def arrays_of(call: Call) -> dict[str, Any]:
     if "segment_ids" in call:
         arrays |= dict(zip(("q_ids", "kv_ids"), call["segment_ids"], strict=True))
     return arrays
+
+
+def belongs(array: str, option: str) -> bool:
+    """Whether an array is there because of an option."""
+    return array == option or (option == "segment_ids" and array in ("q_ids", "kv_ids"))
 
 
 def with_arrays(call: Call, arrays: dict[str, Any]) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.conftest import (
     judge,
     op_by_op,
 )
-from tests.fuzz.case import Case, arrays_of, call_of, with_arrays, with_junk
+from tests.fuzz.case import Case, arrays_of, call_of, with_arrays, with_junk, with_keep
 
 INSTANCES = 2  # of a vmap or scan
 # Wider than in the tests, as the largest of many thousand errors is wider than that of a few; for kernels wider again,
@@ -42,6 +43,7 @@ class Prepared:
             if number:
                 other = arrays_of(call_of(_reseeded(case)))
                 call = with_arrays(first, {name: other[name] for name in _paired(case.mapped, other)})
+            call = with_keep(call)
             dout, dlse = _cotangents(case, call, number)
             if not mapped:
                 call, dout = with_junk(call, case, dout)
@@ -50,8 +52,6 @@ class Prepared:
 
 
 def _reseeded(case: Case) -> Case:
-    import dataclasses
-
     return dataclasses.replace(case, seed=case.seed + 1)
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from tests.fuzz import run
-from tests.fuzz.case import DIMS, HEADS, Case, draw
+from tests.fuzz.case import DIMS, HEADS, Case, belongs, draw
 
 ALIKE = 80  # cases in a row of one size
 CLEAR_EVERY = 800  # cases: compiled programs take memory
@@ -95,10 +95,15 @@ def shrink(failure: Failure, check: Check) -> Failure:
                 problem = problem_of(candidate, check)
             except NotImplementedError:
                 continue
-            if problem is not None:
+            if problem is not None and _kind(problem) == _kind(failure.problem):
                 failure, smaller = Failure(candidate, problem), True
                 break
     return failure
+
+
+def _kind(problem: str) -> str:
+    """The error's type and the first word of its message: a smaller case must fail for the same reason."""
+    return " ".join(problem.split()[:2])
 
 
 def simpler(case: Case) -> Iterator[Case]:
@@ -109,7 +114,9 @@ def simpler(case: Case) -> Iterator[Case]:
     if case.transformation != plainest:
         yield change(transformation=plainest, mapped=())
     for name in case.options:
-        yield change(options={other: how for other, how in case.options.items() if other != name})
+        mapped = tuple(other for other in case.mapped if not belongs(other, name))
+        if mapped or not case.mapped:
+            yield change(options={other: how for other, how in case.options.items() if other != name}, mapped=mapped)
     for name in case.mapped:
         if len(case.mapped) > 1:
             yield change(mapped=tuple(other for other in case.mapped if other != name))
