@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_flash import dropout, elementwise, masks
 from pallas_flash.masks import Mask
-from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, vary, varying_axes
+from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, described, vary, varying_axes
 
 MAX_FLOAT = float(np.finfo(np.float32).max)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -113,13 +113,7 @@ def _vary_alike(spec: AttentionSpec, operands: Operands) -> Operands:
 
 def _require(condition: Any, name: str, got: Any, wanted: str) -> None:
     if not condition:
-        raise ValueError(f"{name} must be {wanted}, not {_describe(got)}")
-
-
-def _describe(value: Any) -> str:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}{list(value.shape)}"
-    return repr(value)
+        raise ValueError(f"{name} must be {wanted}, not {described(got)}")
 
 
 def _is_static_number(value: Any) -> bool:
@@ -133,7 +127,7 @@ def _array(name: str, value: Any, kind: Any, wanted: str) -> Array:
     """`value` as an array of this kind of dtype; never a cast from another kind."""
     _require(not isinstance(value, jax.ShapeDtypeStruct), name, value, wanted)
     array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
-    _require(jnp.issubdtype(array.dtype, kind), name, value if array.dtype == object else array, wanted)
+    _require(jnp.issubdtype(array.dtype, kind), name, value, wanted)
     return jnp.asarray(array)
 
 
@@ -149,19 +143,19 @@ def _tensors(arguments: Arguments) -> tuple[Array, Array, Array, Sizes]:
         )
     _require(q.ndim >= 3, "query", q, "of shape [*B, T, N, H]")
     lead, (q_len, num_q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
-    _require(k.ndim == q.ndim, "key", k, f"of rank {q.ndim}, [*B, S, K, H], as query {_describe(q)}")
+    _require(k.ndim == q.ndim, "key", k, f"of rank {q.ndim}, [*B, S, K, H], as query {described(q)}")
     kv_len, num_kv_heads = k.shape[-3:-1]
     _require(
         k.shape == (*lead, kv_len, num_kv_heads, head_dim),
         "key",
         k,
-        f"[*B, S, K, H] with query's *B and H {_describe(q)}",
+        f"[*B, S, K, H] with query's *B and H {described(q)}",
     )
     _require(
         v.ndim == q.ndim and v.shape[:-1] == k.shape[:-1],
         "value",
         v,
-        f"[*B, S, K, Hv] with key's *B, S and K {_describe(k)}",
+        f"[*B, S, K, Hv] with key's *B, S and K {described(k)}",
     )
     if num_q_heads != 0 if num_kv_heads == 0 else num_q_heads % num_kv_heads:
         raise ValueError(
@@ -170,7 +164,7 @@ def _tensors(arguments: Arguments) -> tuple[Array, Array, Array, Sizes]:
         )
     if num_q_heads >= 128 and 4 <= q_len <= 64 and q_len == kv_len:
         warnings.warn(
-            f"query {_describe(q)} has far more heads than rows: the layout is [*B, T, N, H], sequence before heads",
+            f"query {described(q)} has far more heads than rows: the layout is [*B, T, N, H], sequence before heads",
             stacklevel=4,
         )
     return q, k, v, Sizes(lead, math.prod(lead), q_len, kv_len, num_q_heads, num_kv_heads)
@@ -185,13 +179,13 @@ def _scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
         _require(math.isfinite(scale), "scale", scale, "finite")
         return float(scale), None
     array = _array("scale", scale, jnp.floating, "a number or a floating-point scalar array")
-    _require(array.shape == (), "scale", array, "a scalar")
+    _require(array.shape == (), "scale", scale, "a scalar")
     return None, array.astype(accumulator_dtype(q.dtype))
 
 
 def _per_batch(name: str, value: Any, sizes: Sizes, low: int, high: int) -> Array:
     array = masks.integers(name, value)
-    _require(array.shape in ((), sizes.lead), name, array, f"a scalar or of shape {list(sizes.lead)}, the batch")
+    _require(array.shape in ((), sizes.lead), name, value, f"a scalar or of shape {list(sizes.lead)}, the batch")
     return jnp.broadcast_to(masks.clamp(array, low, high), sizes.lead).reshape(sizes.batch)
 
 
@@ -270,7 +264,7 @@ def _segment_ids(segment_ids: Any) -> tuple[Any, Any]:
 
 def _ids(name: str, ids: Any, length: int, sizes: Sizes) -> Array:
     array = masks.integers(name, ids)
-    _require(array.shape == (*sizes.lead, length), name, array, f"of shape {[*sizes.lead, length]}")
+    _require(array.shape == (*sizes.lead, length), name, ids, f"of shape {[*sizes.lead, length]}")
     if isinstance(array, np.ndarray) and array.size and not jax.config.jax_enable_x64:
         limits = np.iinfo(np.int32)
         fits = limits.min <= array.min() and array.max() <= limits.max
@@ -308,7 +302,7 @@ def _sinks(sinks: Any, sizes: Sizes) -> Array | None:
     if sinks is None:
         return None
     array = _array("sinks", sinks, jnp.floating, "a floating-point array")
-    _require(array.shape == (sizes.num_q_heads,), "sinks", array, f"of shape [N] = [{sizes.num_q_heads}]")
+    _require(array.shape == (sizes.num_q_heads,), "sinks", sinks, f"of shape [N] = [{sizes.num_q_heads}]")
     return array
 
 
@@ -340,7 +334,7 @@ def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:
     try:
         return float(rate), dropout.key_words(key)
     except TypeError as error:
-        raise ValueError(f"dropout_key must be {wanted}, not {_describe(key)}") from error
+        raise ValueError(f"dropout_key must be {wanted}, not {described(key)}") from error
 
 
 def _precision(precision: Any) -> Any:

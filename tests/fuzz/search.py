@@ -43,14 +43,15 @@ def problem_of(case: Case, check: Check) -> str | None:
     return None
 
 
-def cases(seed: int, implementations: tuple[str, ...]) -> Iterator[Case]:
+def cases(seed: int, implementations: tuple[str, ...], like: Case | None = None) -> Iterator[Case]:
+    """Random cases for ever, of the sizes of `like` if that is given."""
     rng = np.random.default_rng(seed)
     while True:
         for implementation in implementations:
-            like = None
+            last = like
             for _ in range(ALIKE):
-                like = draw(rng, implementation, like)
-                yield like
+                last = draw(rng, implementation, last)
+                yield last
 
 
 def search(
@@ -59,12 +60,13 @@ def search(
     *,
     seconds: float = np.inf,
     inputs: float = np.inf,
+    like: Case | None = None,
     check: Check = run.check,
     tell: Callable[[str], None] = print,
 ) -> Report:
     """Check cases for so many seconds, or so many of them."""
     end, report = time.monotonic() + seconds, Report(Counter(), 0, [])
-    for number, case in enumerate(cases(seed, implementations)):
+    for number, case in enumerate(cases(seed, implementations, like)):
         if time.monotonic() >= end or number >= inputs:
             return report
         if number % CLEAR_EVERY == CLEAR_EVERY - 1:
