@@ -18,6 +18,7 @@ from pallas_flash.spec import (
     Array,
     AttentionSpec,
     Cotangents,
+    Forward,
     Gradients,
     Implementation,
     Operands,
@@ -56,10 +57,34 @@ def attention(choice: Choice[Implementation], spec: AttentionSpec, operands: Ope
 def _attention_fwd(
     choice: Choice[Implementation], spec: AttentionSpec, operands: Operands
 ) -> tuple[Output, tuple[Operands, Residuals]]:
-    forward = run(choice, "forward", spec, operands)
-    residuals = Residuals(*map(checkpoint_name, forward.residuals, CHECKPOINT_NAMES))
+    residuals, max_logit = _mapped_alike(operands, run(choice, "forward", spec, operands))
+    residuals = Residuals(*map(checkpoint_name, residuals, CHECKPOINT_NAMES))
     out, m, l = residuals  # noqa: E741
-    return Output(out, log_sum_exp(m, l), forward.max_logit), (operands, residuals)
+    return Output(out, log_sum_exp(m, l), max_logit), (operands, residuals)
+
+
+def _mapped_alike(operands: Operands, forward: Forward) -> Forward:
+    """Under vmap of any operand, all results get an axis of instances, as `out` has it.
+
+    vmap over `value` alone would leave lse without one, and its cotangent, which is then the sum over all instances,
+    would enter the backward pass of each. Without vmap this selects by a constant, which compiles to nothing."""
+    never = _never(jax.tree.map(lax.stop_gradient, operands))
+    out, *others = forward.residuals
+    m, l, max_logit = jax.tree.map(lambda x: jnp.where(never, 0, x), (*others, forward.max_logit))  # noqa: E741
+    return Forward(Residuals(out, m, l), max_logit)
+
+
+@jax.custom_batching.custom_vmap
+def _never(operands: Operands) -> Array:
+    """False; under vmap one for each instance."""
+    del operands
+    return jnp.zeros((), bool)
+
+
+@_never.def_vmap
+def _never_vmap(axis_size: int, in_batched: Any, operands: Operands) -> tuple[Array, bool]:
+    del in_batched, operands
+    return jnp.zeros(axis_size, bool), True
 
 
 def _attention_bwd(

@@ -12,8 +12,8 @@ import numpy as np
 from pallas_flash import masks
 from pallas_flash.decode_validation import QUANTISED, page_table_of, quantisation_scale
 from pallas_flash.rotary import Rotary, apply_rotary
-from pallas_flash.spec import Array
-from pallas_flash.validation import DTYPES, Sizes, checked_array, describe, per_batch, require
+from pallas_flash.spec import Array, described
+from pallas_flash.validation import DTYPES, Sizes, checked_array, per_batch, require
 
 
 class Cache(NamedTuple):
@@ -192,7 +192,7 @@ def _checked(cache: Cache, key: Any, value: Any, lead: tuple[int, ...], *, paged
     fits = (k.ndim == 4 if paged else k.ndim >= 3) and k.dtype.name in dtypes
     require(fits, "cache.key", k, f"{rows}H], one of {', '.join(dtypes)}")
     fits = v.ndim == k.ndim and v.shape[:-1] == k.shape[:-1] and v.dtype == k.dtype
-    require(fits, "cache.value", v, f"{rows}Hv] for cache.key {describe(k)}")
+    require(fits, "cache.value", v, f"{rows}Hv] for cache.key {described(k)}")
     quantisation_scale("cache.k_scale", cache.k_scale, k)
     quantisation_scale("cache.v_scale", cache.v_scale, v)
     new = []
@@ -203,9 +203,9 @@ def _checked(cache: Cache, key: Any, value: Any, lead: tuple[int, ...], *, paged
         else:
             require(array.dtype == x.dtype, name, array, f"{x.dtype} as the cache")
         fits = array.ndim == len(lead) + 3 and array.shape[:-3] == lead and array.shape[-2:] == x.shape[-2:]
-        require(fits, name, array, f"of shape {[*lead, 'T', *x.shape[-2:]]} beside the cache's {describe(x)}")
+        require(fits, name, array, f"of shape {[*lead, 'T', *x.shape[-2:]]} beside the cache's {described(x)}")
         new.append(array.reshape(math.prod(lead), *array.shape[-3:]))
-    require(new[1].shape[1] == new[0].shape[1], "value", value, f"as many tokens as key {describe(key)}")
+    require(new[1].shape[1] == new[0].shape[1], "value", value, f"as many tokens as key {described(key)}")
     return _New(*new)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -138,6 +139,15 @@ class Implementation(Protocol):
     def backward(
         self, spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents
     ) -> Gradients: ...
+
+
+def described(value: Any) -> str:
+    """What came as an argument, in an error message: dtype and shape of an array, the value of anything else."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple) and len(value) <= 3:
+        return f"({', '.join(map(described, value))}{',' if len(value) == 1 else ''})"
+    return reprlib.repr(value)
 
 
 def varying_axes(arrays: Any) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_flash import dropout, elementwise, masks
 from pallas_flash.masks import Mask
-from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, vary, varying_axes
+from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, described, vary, varying_axes
 
 MAX_FLOAT = float(np.finfo(np.float32).max)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -118,13 +118,7 @@ def _vary_alike(spec: AttentionSpec, operands: Operands) -> Operands:
 
 def require(condition: Any, name: str, got: Any, wanted: str) -> None:
     if not condition:
-        raise ValueError(f"{name} must be {wanted}, not {describe(got)}")
-
-
-def describe(value: Any) -> str:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}{list(value.shape)}"
-    return repr(value)
+        raise ValueError(f"{name} must be {wanted}, not {described(got)}")
 
 
 def _is_static_number(value: Any) -> bool:
@@ -138,7 +132,7 @@ def checked_array(name: str, value: Any, kind: Any, wanted: str) -> Array:
     """`value` as an array of this kind of dtype; never a cast from another kind."""
     require(not isinstance(value, jax.ShapeDtypeStruct), name, value, wanted)
     array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
-    require(jnp.issubdtype(array.dtype, kind), name, value if array.dtype == object else array, wanted)
+    require(jnp.issubdtype(array.dtype, kind), name, value, wanted)
     return jnp.asarray(array)
 
 
@@ -154,24 +148,24 @@ def _tensors(arguments: Arguments) -> tuple[Array, Array, Array, Sizes]:
         )
     require(q.ndim >= 3, "query", q, "of shape [*B, T, N, H]")
     lead, (q_len, num_q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
-    require(k.ndim == q.ndim, "key", k, f"of rank {q.ndim}, [*B, S, K, H], as query {describe(q)}")
+    require(k.ndim == q.ndim, "key", k, f"of rank {q.ndim}, [*B, S, K, H], as query {described(q)}")
     kv_len, num_kv_heads = k.shape[-3:-1]
     require(
         k.shape == (*lead, kv_len, num_kv_heads, head_dim),
         "key",
         k,
-        f"[*B, S, K, H] with query's *B and H {describe(q)}",
+        f"[*B, S, K, H] with query's *B and H {described(q)}",
     )
     require(
         v.ndim == q.ndim and v.shape[:-1] == k.shape[:-1],
         "value",
         v,
-        f"[*B, S, K, Hv] with key's *B, S and K {describe(k)}",
+        f"[*B, S, K, Hv] with key's *B, S and K {described(k)}",
     )
     require_groups(num_q_heads, num_kv_heads)
     if num_q_heads >= 128 and 4 <= q_len <= 64 and q_len == kv_len:
         warnings.warn(
-            f"query {describe(q)} has far more heads than rows: the layout is [*B, T, N, H], sequence before heads",
+            f"query {described(q)} has far more heads than rows: the layout is [*B, T, N, H], sequence before heads",
             stacklevel=4,
         )
     return q, k, v, Sizes(lead, math.prod(lead), q_len, kv_len, num_q_heads, num_kv_heads)
@@ -194,13 +188,13 @@ def checked_scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
         require(math.isfinite(scale), "scale", scale, "finite")
         return float(scale), None
     array = checked_array("scale", scale, jnp.floating, "a number or a floating-point scalar array")
-    require(array.shape == (), "scale", array, "a scalar")
+    require(array.shape == (), "scale", scale, "a scalar")
     return None, array.astype(accumulator_dtype(q.dtype))
 
 
 def per_batch(name: str, value: Any, sizes: Sizes, low: int, high: int) -> Array:
     array = masks.integers(name, value)
-    require(array.shape in ((), sizes.lead), name, array, f"a scalar or of shape {list(sizes.lead)}, the batch")
+    require(array.shape in ((), sizes.lead), name, value, f"a scalar or of shape {list(sizes.lead)}, the batch")
     return jnp.broadcast_to(masks.clamp(array, low, high), sizes.lead).reshape(sizes.batch)
 
 
@@ -280,7 +274,7 @@ def _segment_ids(segment_ids: Any) -> tuple[Any, Any]:
 
 def _ids(name: str, ids: Any, length: int, sizes: Sizes) -> Array:
     array = masks.integers(name, ids)
-    require(array.shape == (*sizes.lead, length), name, array, f"of shape {[*sizes.lead, length]}")
+    require(array.shape == (*sizes.lead, length), name, ids, f"of shape {[*sizes.lead, length]}")
     if isinstance(array, np.ndarray) and array.size and not jax.config.jax_enable_x64:
         limits = np.iinfo(np.int32)
         fits = limits.min <= array.min() and array.max() <= limits.max
@@ -318,7 +312,7 @@ def checked_sinks(sinks: Any, sizes: Sizes) -> Array | None:
     if sinks is None:
         return None
     array = checked_array("sinks", sinks, jnp.floating, "a floating-point array")
-    require(array.shape == (sizes.num_q_heads,), "sinks", array, f"of shape [N] = [{sizes.num_q_heads}]")
+    require(array.shape == (sizes.num_q_heads,), "sinks", sinks, f"of shape [N] = [{sizes.num_q_heads}]")
     return array
 
 
@@ -350,7 +344,7 @@ def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:
     try:
         return float(rate), dropout.key_words(key)
     except TypeError as error:
-        raise ValueError(f"dropout_key must be {wanted}, not {describe(key)}") from error
+        raise ValueError(f"dropout_key must be {wanted}, not {described(key)}") from error
 
 
 def _precision(precision: Any) -> Any:

@@ -258,6 +258,7 @@ CHECKS = (
 CORE_ONLY = (unlisted, environment_reads, global_state)
 
 
+@pytest.mark.case("K07")
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_project(check):
     sources = project_sources()

@@ -124,6 +124,7 @@ def test_every_option_changes_the_result(option):
     assert np.abs(logits_of(make(**{option: ALL_OPTIONS[option]}), tokens) - logits_of(make(), tokens)).max() > 1e-3
 
 
+@pytest.mark.case("H14")
 def test_no_token_sees_later_ones():
     model, tokens = make(**ALL_OPTIONS), random_tokens()
     changed = tokens.at[:, 11].add(1) % SMALL.vocab_size
@@ -192,6 +193,7 @@ def test_remat_keeps_what_attention_saves_and_nothing_else_of_a_block(capsys):
     assert kept == sorted(2 * ["f32[2,19,4,8]", "f32[2,4,19]", "f32[2,4,19]", f"f32[2,19,{width}]"])
 
 
+@pytest.mark.case("G08")
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_forward_pass_of_attention_runs_once(remat):
     tokens, model = random_tokens(), make(remat=remat, num_layers=1)
@@ -199,6 +201,7 @@ def test_the_forward_pass_of_attention_runs_once(remat):
     assert program.count("call @forward") == 1 and program.count("call @backward") == 1
 
 
+@pytest.mark.case("H12", "H14")
 def test_extending_ragged_caches_in_pieces_equals_one_pass():
     model, tokens = make(**ALL_OPTIONS), random_tokens(length=19)
     caches, offset = model.empty_caches(batch=2, capacity=16), jnp.zeros(2, jnp.int32)
