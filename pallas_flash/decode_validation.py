@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_flash import masks
 from pallas_flash.decode_spec import DecodeOperands, DecodeSpec
-from pallas_flash.spec import Array, accumulator_dtype, vary, varying_axes
+from pallas_flash.spec import Array, accumulator_dtype, described, vary, varying_axes
 from pallas_flash.validation import (
     DTYPES,
     Sizes,
@@ -20,7 +20,6 @@ from pallas_flash.validation import (
     checked_scale,
     checked_sinks,
     checked_soft_cap,
-    describe,
     per_batch,
     require,
     require_groups,
@@ -127,8 +126,8 @@ def _tensors(arguments: DecodeArguments) -> tuple[Array, Array, Array, Array | N
         wanted = f"at most {MAX_NEW_TOKENS} new tokens [*B, T <= {MAX_NEW_TOKENS}, N, H]; flash_attention with "
         require(q_len <= MAX_NEW_TOKENS, "query", q, wanted + "query_offset takes more")
     fits = k.ndim == len(k_lead) + 3 and k.shape == (*k_lead, *k.shape[-3:-1], head_dim)
-    require(fits, k_name, k, f"{k_wanted} for query {describe(q)}")
-    require(v.ndim == k.ndim and v.shape[:-1] == k.shape[:-1], v_name, v, f"{v_wanted} for {k_name} {describe(k)}")
+    require(fits, k_name, k, f"{k_wanted} for query {described(q)}")
+    require(v.ndim == k.ndim and v.shape[:-1] == k.shape[:-1], v_name, v, f"{v_wanted} for {k_name} {described(k)}")
     rows, num_kv_heads = k.shape[-3:-1]
     require_groups(num_q_heads, num_kv_heads)
     batch = math.prod(lead)

@@ -71,6 +71,7 @@ def canonicalise(arguments: Arguments, devices: int = 1) -> Canonical:
 
     devices: queries and keys are one of as many equal parts of a sequence, and lengths are those of the whole.
     """
+    _same_devices(arguments)
     q, k, v, sizes = _tensors(arguments)
     sizes = sizes._replace(devices=devices)
     for name in ("is_causal", "deterministic", "return_residual", "return_max_logit"):
@@ -102,6 +103,19 @@ def canonicalise(arguments: Arguments, devices: int = 1) -> Canonical:
         dropout_key=dropout_key,
     )
     return Canonical(spec, _vary_alike(spec, operands), sizes.lead)
+
+
+def _same_devices(arguments: Arguments) -> None:
+    """Arrays that were put somewhere must be on the same devices; the others follow them."""
+    given = {name: getattr(arguments, name) for name in _TENSORS}
+    placed = {name: x for name, x in given.items() if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)}
+    placed = {name: x.sharding.device_set for name, x in placed.items() if x.committed}
+    if len(set(map(frozenset, placed.values()))) > 1:
+        came = ", ".join(f"{name} on {sorted(map(str, devices))}" for name, devices in placed.items())
+        raise ValueError(f"{', '.join(placed)} must be on the same devices, not {came}")
+
+
+_TENSORS = ("query", "key", "value", "bias", "mask", "sinks")
 
 
 def _vary_alike(spec: AttentionSpec, operands: Operands) -> Operands:
