@@ -173,6 +173,24 @@ def test_lowers_and_exports_for_other_platforms(platform: str) -> None:
     assert jax.export.export(function, platforms=[platform])(call).platforms == (platform,)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_lowers_the_hopper_kernels_without_a_gpu(paged: bool) -> None:
+    """Named, they lower for CUDA on any machine; on one without they are refused when they run."""
+    int8, bf16 = jnp.int8, jnp.bfloat16
+    call: Call = {"query": jnp.zeros((2, 4, 8, 64), bf16), "kv_lengths": LENGTHS, "query_lengths": LENGTHS}
+    if paged:
+        pages, scale = jnp.zeros((9, 16, 2, 64), int8), jnp.ones((9, 16, 2))
+        call |= {"key": pages, "value": pages, "page_table": TABLE, "k_scale": scale, "v_scale": scale}
+    else:
+        call |= {"key": jnp.zeros((2, 128, 2, 64), bf16), "value": jnp.zeros((2, 128, 2, 64), bf16)}
+    lowered = jax.jit(lambda call: apply(call, "sm90")).trace(call).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") > 0
+    with pytest.raises(NotImplementedError, match=r"sm90.*runs on NVIDIA GPUs only"):
+        apply(call, "sm90")
+    with pytest.raises(NotImplementedError, match=r"sm90.*cannot compute this call: it computes in"):
+        apply({"query": Q, "key": K, "value": V, "kv_lengths": LENGTHS}, "sm90")
+
+
 def test_derivatives_are_refused_by_name() -> None:
     loss = lambda q: flash_decode(q, K, V, LENGTHS).sum()  # noqa: E731
     for differentiate in (jax.grad(loss), jax.jit(jax.grad(loss)), lambda q: jax.jvp(loss, (q,), (q,))):
