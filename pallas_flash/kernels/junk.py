@@ -41,32 +41,34 @@ def clean(values: Ref, columns: int, junk: Junk, slot: Any, tensor_cores: matmul
     """Make values, [rows, head_dim], finite and say in junk[slot] which rows were not. Reads `columns` at a time."""
     rows, head_dim = values.shape
     starts = [*range(0, rows - ROWS + 1, ROWS), *([rows - ROWS] if rows % ROWS else [])]
-    parts = head_dim // columns  # in a loop, as together they would not fit into registers
+    parts = head_dim // columns  # several in a loop, as together they would not fit into registers
 
-    def at(start: int, part: jax.Array) -> Ref:
-        return values.at[pl.ds(start, ROWS), pl.ds(pl.multiple_of(part * columns, columns), columns)]
+    def at(start: int, part: Any) -> Ref:
+        first = 0 if parts == 1 else pl.multiple_of(part * columns, columns)
+        return values.at[pl.ds(start, ROWS), pl.ds(first, columns)]
 
-    def look(start: int, part: jax.Array) -> None:  # in 16 bits: two elements an instruction
+    def look(start: int, part: Any, _: None) -> None:  # in 16 bits: two elements an instruction
         tile = plgpu.layout_cast(at(start, part)[...], plgpu.Layout.WGMMA)
         nothing = softmax.fold(jnp.add, tile * 0)
         some = tensor_cores.any(nothing.astype(jnp.float32) != 0)  # NaN is
         pl.when(some)(lambda: _set(junk.found, slot))
 
-    def clean_part(start: int, part: jax.Array, bad: jax.Array) -> jax.Array:
+    def clean_part(start: int, part: Any, bad: jax.Array) -> jax.Array:
         tile = _load(at(start, part))
+        bad += _poison(tile)
         at(start, part)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
-        return bad + _poison(tile)
+        return bad
 
     junk.found[slot] = jnp.int32(0)
     plgpu.commit_smem()  # before some warp finds junk
     for start in starts:
-        pl.loop(0, parts)(functools.partial(look, start))
+        lax.fori_loop(0, parts, functools.partial(look, start), None, unroll=parts == 1)
     plgpu.commit_smem()
 
     @pl.when(junk.found[slot] != 0)
     def _() -> None:
         for start in starts:
-            bad = lax.fori_loop(0, parts, functools.partial(clean_part, start), _nothing())
+            bad = lax.fori_loop(0, parts, functools.partial(clean_part, start), _nothing(), unroll=parts == 1)
             junk.rows[slot, pl.ds(start, ROWS)] = bad
         plgpu.commit_smem()
 

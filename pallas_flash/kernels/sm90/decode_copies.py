@@ -100,7 +100,7 @@ def scale(worker: Worker, source: Ref | None, step: Any) -> jax.Array | None:
     full = lambda value: plgpu.layout_cast(jnp.full((THREADS,), value, jnp.int32), layout)  # noqa: E731
     gather = functools.partial(plan.tensor_cores.gather, layout=layout)
     key = lax.rem(plgpu.layout_cast(lax.iota(jnp.int32, THREADS), layout), full(plan.config.block_kv))
-    row = jnp.minimum(key + work.blocks.of_step(step) * plan.config.block_kv, work.length - 1)
+    row = jnp.minimum(key + work.blocks.of_step(step) * plan.config.block_kv, jnp.maximum(work.length - 1, 0))
     if not of_page:
         return gather(source, (work.batch, row, work.kv_head))
     page = gather(inputs.page_table, (work.batch, lax.div(row, full(plan.page_size))))

@@ -183,7 +183,7 @@ def _step(worker: Worker, acc: Ref, step: jax.Array, state: State, *, masked: bo
         p = jnp.where(p > 0, scaled, 0.0) if masked else scaled  # the scale of a hidden key may be NaN
     v_scale = decode_copies.scale(worker, inputs.v_scale, step + 1)
 
-    p16 = lax.optimization_barrier(p.astype(plan.dtype))
+    p16 = lax.optimization_barrier(p.astype(plan.weights_dtype))
     v = _landed(worker, values, buffers.v_converted, step)
     if masked and buffers.junk is not None:
         _clean(worker, v, step)
@@ -194,7 +194,7 @@ def _step(worker: Worker, acc: Ref, step: jax.Array, state: State, *, masked: bo
 
 
 def _landed(worker: Worker, stream: decode_copies.Stream, converted: Ref | None, step: jax.Array) -> Ref:
-    """The step's block, in the queries' dtype, once it is there."""
+    """The step's block in 16 bits, once it is there."""
     slot = stream.slot(step)
     plgpu.barrier_wait(stream.landed.at[slot])
     if converted is None:
@@ -205,7 +205,7 @@ def _landed(worker: Worker, stream: decode_copies.Stream, converted: Ref | None,
     def _(index: jax.Array) -> None:
         part = pl.ds(pl.multiple_of(index * width, width), width)
         cached = plgpu.layout_cast(stream.buffer[slot, :, part], plgpu.Layout.WGMMA_UPCAST_4X)
-        converted[0, :, part] = _exactly(cached, worker.plan.dtype)
+        converted[0, :, part] = _exactly(cached, converted.dtype)
 
     plgpu.commit_smem()
     return converted.at[0]
@@ -222,7 +222,7 @@ def _clean(worker: Worker, values: Ref, step: jax.Array) -> None:
     """Make a masked block of values finite, and note which queries take part with one that was not."""
     plan, _, buffers, _, work = worker
     known = buffers.junk
-    columns = memory.tile_columns(values.shape, plan.dtype, contract_rows=True)
+    columns = memory.tile_columns(values.shape, values.dtype, contract_rows=True)
     junk.clean(values, columns, known, 0, plan.tensor_cores)
 
     def note(part: jax.Array) -> None:

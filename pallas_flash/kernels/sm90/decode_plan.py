@@ -52,7 +52,7 @@ class Buffers(NamedTuple):
     k: Ref  # [k_stages, block_kv, H], as in the cache
     v: Ref  # [v_stages, block_kv, Hv]
     k_converted: Ref | None  # [1, block_kv, H] in q's dtype; None: the cache is in it
-    v_converted: Ref | None
+    v_converted: Ref | None  # likewise of v, in weights_dtype
     scales: Ref | None  # [2, THREADS]: of a block of keys, and of one of values; None: the cache has none
     junk: junk.Junk | None  # of a block of values; None: values in 8-bit integers have none
     acc: Ref | None  # only for the interpreter
@@ -148,6 +148,11 @@ class Plan:
         return self.cache_dtype != self.dtype
 
     @property
+    def weights_dtype(self) -> Any:
+        """Of P and of the values it is multiplied with. Scales in float16 would leave nothing of small ones."""
+        return jnp.bfloat16 if self.converts else self.dtype
+
+    @property
     def has_junk(self) -> bool:
         return self.cache_dtype != jnp.int8
 
@@ -223,12 +228,13 @@ def buffers(plan: Plan) -> Buffers:
     here = functools.partial(memory.matrix, dtype=plan.dtype)
     cached = functools.partial(memory.matrix, dtype=plan.cache_dtype)
     k, v = blocks(config.k_stages, shapes.head_dim), blocks(config.v_stages, shapes.value_head_dim)
+    converted_v = memory.matrix(blocks(1, shapes.value_head_dim), plan.weights_dtype, contract_rows=True)
     return Buffers(
         q=here((1, ROWS, shapes.head_dim)),
         k=cached(k),
         v=cached(v, contract_rows=not plan.converts),
         k_converted=here(blocks(1, shapes.head_dim)) if plan.converts else None,
-        v_converted=here(blocks(1, shapes.value_head_dim), contract_rows=True) if plan.converts else None,
+        v_converted=converted_v if plan.converts else None,
         scales=plgpu.SMEM((2, THREADS), jnp.float32) if plan.converts else None,
         junk=junk.scratch(1, config.block_kv, 1) if plan.has_junk else None,
         acc=plan.tensor_cores.scratch((ROWS, shapes.value_head_dim)),
