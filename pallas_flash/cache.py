@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -75,11 +76,10 @@ def append_to_cache(
     new = _checked(cache, key, value, lead, paged=False)
     sizes = _sizes(new.key, lead, cache.key.shape[-3])
     _check_rotary(rotary)
-    places = _places(sizes, kv_lengths, query_lengths)
+    position, real = _positions(sizes, kv_lengths, query_lengths)
+    nowhere = sizes.kv_len + jnp.arange(sizes.q_len)
     flat = Cache(*(None if x is None else x.reshape(sizes.batch, *x.shape[len(lead) :]) for x in cache))
-    rows = jnp.where(places.real, places.row, sizes.kv_len + jnp.arange(sizes.q_len))
-    index = (jnp.broadcast_to(jnp.arange(sizes.batch)[:, None], rows.shape), rows)
-    written = _write(flat, new, index, places.row, rotary)
+    written = _write(flat, new, _Places(position, jnp.where(real, position, nowhere)), rotary)
     return Cache(*(None if x is None else x.reshape(*lead, *x.shape[1:]) for x in written))
 
 
@@ -122,14 +122,15 @@ def append_to_pages(
     num_pages, page_size = pages.key.shape[:2]
     sizes = _sizes(new.key, lead, page_size * table.shape[1])
     _check_rotary(rotary)
-    places = _places(sizes, kv_lengths, query_lengths)
+    position, real = _positions(sizes, kv_lengths, query_lengths)
     if sizes.kv_len == 0 or num_pages == 0:
         return pages
-    entry = jnp.clip(places.row // page_size, 0, table.shape[1] - 1)
+    entry = jnp.clip(position // page_size, 0, table.shape[1] - 1)
     page = jnp.take_along_axis(table, entry, axis=1)
-    real = places.real & (page >= 0) & (page < num_pages)
+    real = real & (page >= 0) & (page < num_pages)
     nowhere = num_pages + jnp.arange(real.size).reshape(real.shape)
-    return _write(pages, new, (jnp.where(real, page, nowhere), places.row % page_size), places.row, rotary)
+    places = _Places(position, position % page_size, jnp.where(real, page, nowhere))
+    return _write(pages, new, places, rotary)
 
 
 def quantise(x: Array, dtype: Any = jnp.int8, *, scale: Array | None = None) -> tuple[Array, Array]:
@@ -173,10 +174,12 @@ class _New(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Where the new tokens of each sequence go: [B, T] each."""
+    """Where the new tokens of each sequence go, int32 [B, T] each. An index beyond the arrays is nowhere; no two places
+    are equal, which spares a GPU its atomics."""
 
-    row: Array  # int32, also what is not there
-    real: Array  # bool: it is a token, and the row is there
+    position: Array
+    row: Array  # of the sequence, or of the page
+    page: Array | None = None
 
 
 def _checked(cache: Cache, key: Any, value: Any, lead: tuple[int, ...], *, paged: bool) -> _New:
@@ -215,26 +218,38 @@ def _sizes(key: Array, lead: tuple[int, ...], capacity: int) -> Sizes:
     return Sizes(lead, batch, q_len, capacity, num_kv_heads, num_kv_heads)
 
 
-def _places(sizes: Sizes, kv_lengths: Any, query_lengths: Any) -> _Places:
+def _positions(sizes: Sizes, kv_lengths: Any, query_lengths: Any) -> tuple[Array, Array]:
+    """[B, T] each: the position of every new token, and whether it is one and its position is there."""
     ends = per_batch("kv_lengths", kv_lengths, sizes, -masks.FAR, masks.FAR)[:, None]
     count = sizes.q_len if query_lengths is None else per_batch("query_lengths", query_lengths, sizes, 0, sizes.q_len)
-    token = jnp.arange(sizes.q_len, dtype=jnp.int32)[None]
     count = jnp.broadcast_to(count, sizes.batch)[:, None]
-    row = ends - count + token
-    return _Places(row, (token < count) & (row >= 0) & (row < sizes.kv_len))
+    token = jnp.arange(sizes.q_len, dtype=jnp.int32)[None]
+    position = ends - count + token
+    return position, (token < count) & (position >= 0) & (position < sizes.kv_len)
 
 
-def _write(cache: Cache, new: _New, index: tuple[Array, Array], row: Array, rotary: Rotary | None) -> Cache:
-    """Scatter the new rows; an index beyond the arrays is nowhere. No two are equal, which spares a GPU its atomics."""
-    set_rows = lambda stored, rows: stored.at[index].set(rows, mode="drop", unique_indices=True)  # noqa: E731
-    key = new.key if rotary is None else apply_rotary(new.key, row, rotary)
+def _write(cache: Cache, new: _New, places: _Places, rotary: Rotary | None) -> Cache:
+    key = new.key if rotary is None else apply_rotary(new.key, places.position, rotary)
     parts = []
     for rows, stored, scale in ((key, cache.key, cache.k_scale), (new.value, cache.value, cache.v_scale)):
         if stored.dtype.name in QUANTISED:
-            fixed = scale is None or (scale.shape[1] == 1 and stored.shape[1] != 1)
-            known = (1.0 if scale is None else scale.at[index[0], 0].get(mode="clip")) if fixed else None
-            rows, own = quantise(rows, stored.dtype, scale=known)
-            scale = scale if fixed or scale is None else set_rows(scale, own)
-        parts.append((set_rows(stored, rows), scale))
+            own_scales = scale is not None and scale.shape[1] == stored.shape[1]
+            rows, scales = quantise(rows, stored.dtype, scale=None if own_scales else _fixed_scales(scale, places))
+            scale = _set(scale, scales, places) if own_scales else scale
+        parts.append((_set(stored, rows, places), scale))
     (key, k_scale), (value, v_scale) = parts
     return Cache(key, value, k_scale, v_scale)
+
+
+def _fixed_scales(scale: Array | None, places: _Places) -> Any:
+    """What the places that new tokens go to are quantised with: [B, T | 1, K]."""
+    if scale is None:
+        return 1.0
+    return scale if places.page is None else scale.at[places.page, 0].get(mode="clip")
+
+
+def _set(stored: Any, rows: Array, places: _Places) -> Array:
+    if places.page is not None:
+        return stored.at[places.page, places.row].set(rows, mode="drop", unique_indices=True)
+    set_rows = lambda stored, row, new: stored.at[row].set(new, mode="drop", unique_indices=True)  # noqa: E731
+    return jax.vmap(set_rows)(stored, places.row, rows)

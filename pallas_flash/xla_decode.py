@@ -78,7 +78,7 @@ def _attend(spec: DecodeSpec, operands: DecodeOperands, lengths: Array, offset: 
 
     dtype, axes = accumulator_dtype(q.dtype), varying_axes((operands, lengths))
     row_zeros = vary(jnp.zeros_like(q[..., 0], dtype=dtype), axes)
-    acc = vary(jnp.zeros_like(q, dtype=dtype, shape=(*q.shape[:3], shapes.value_head_dim)), axes)
+    acc = jnp.broadcast_to(row_zeros[..., None], (*row_zeros.shape, shapes.value_head_dim))
     state = SoftmaxState(row_zeros - jnp.inf, row_zeros, acc)
     if call.chunk > 0:
         chunks = jnp.max((end - start + call.chunk - 1) // call.chunk, initial=0)

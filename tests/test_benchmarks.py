@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_flash import flash_decode
 from pallas_flash.benchmarks import __main__ as command_line
-from pallas_flash.benchmarks import cases, check, peers, programs, report, results, runner, timing, traffic
+from pallas_flash.benchmarks import cases, check, decoding, peers, programs, report, results, runner, timing, traffic
 from pallas_flash.benchmarks.cases import Workload
 from pallas_flash.benchmarks.peers import Peer
 from pallas_flash.benchmarks.progress import Progress
@@ -223,6 +224,36 @@ def test_command_line(tmp_path, capsys):
     (tmp_path / "bad.json").write_text("{}")
     assert command_line.main(["report", str(tmp_path / "bad.json"), "--output", str(tmp_path)]) == 2
     assert "schema" in capsys.readouterr().err
+
+
+def test_decoding(tmp_path, capsys):
+    """The quick workloads end to end; a position that is off by one is wrong; what others lack is said."""
+    command = ["run", "--passes", "decode", "--quick", "--rounds", "1", "--iterations", "1", "--output", str(tmp_path)]
+    assert command_line.main(command) == 0
+    (path,) = tmp_path.glob("*.json")
+    rows = {(row["workload"], row["implementation"]): row for row in results.read(path)["rows"]}
+    assert all(row["status"] == "ok" for (_, name), row in rows.items() if name == "xla")
+    assert rows["quick-decode-one", "jax.nn-xla"]["status"] == "ok"
+    assert "no pages" in rows["quick-decode-paged-int8", "jax.nn-xla"]["reason"]
+    assert report.table("speed", results.read(path), "decode").title == "GB/s, decode"
+
+    def shifted(workload: Any) -> Any:
+        return lambda i: flash_decode(i.q, i.k, i.v, i.lengths - 1, local_window_size=workload.window)
+
+    content = measure(tmp_path / "wrong", [Peer("shifted", shifted)], decoding.QUICK[0], passes=["decode"])
+    assert content["rows"][0]["status"] == "wrong"
+    assert command_line.main(["run", "--passes", "decode", "forward"]) == 2
+    assert "alone" in capsys.readouterr().err
+
+
+def test_bytes_and_flops_of_decoding():
+    w = decoding.DecodeWorkload("x", 8, 32768)
+    assert w.pairs() == 32768 and w.flops("decode") == 4 * 8 * 32 * 128 * 32768
+    assert w.min_bytes("decode") == 2 * 8 * 32768 * 8 * 128 * 2 + 2 * 8 * 32 * 128 * 2
+    int8 = decoding.DecodeWorkload("x", 8, 32768, cache_dtype="int8", window=99, new_tokens=2)
+    assert int8.pairs() == 200 and int8.seen() == 101
+    assert int8.min_bytes("decode") == 2 * 8 * 101 * 8 * (128 + 4) + 2 * 2 * 8 * 32 * 128 * 2
+    assert len({w.name for w in decoding.WORKLOADS}) == len(decoding.WORKLOADS)
 
 
 # Reports: from a file that nobody measured ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import explain_decode, flash_decode, paged_flash_decode
-from tests.decoding import LAYOUTS, Call, decode, pages_of, random_call
+from tests.decoding import LAYOUTS, Call, Sizes, apply, decode, pages_of, quantised, random_call
 
 nan, inf = float("nan"), float("inf")
 Q, K, V = jnp.zeros((2, 5, 6, 8)), jnp.zeros((2, 7, 3, 8)), jnp.zeros((2, 7, 3, 4))
@@ -88,51 +88,38 @@ def test_refusals_that_need_two_arguments() -> None:
         call_with(flash_decode, query=jnp.zeros((2, 5, 6, 0)), key=jnp.zeros((2, 7, 3, 0)))
 
 
-def quantised(call: Call, dtype: Any, per: str, seed: int = 0) -> tuple[Call, Call]:
-    """The call with a quantised cache, and with what that cache stands for."""
-    rng = np.random.default_rng([seed, 2])
-    stored, meant = dict(call), dict(call)
-    for name, scale_name in (("key", "k_scale"), ("value", "v_scale")):
-        batch, rows, heads, width = call[name].shape
-        values = np.asarray(jnp.asarray(rng.normal(size=(batch, rows, heads, width)) * 40).astype(dtype))
-        scale = rng.uniform(0.005, 0.03, (batch, rows if per == "token" else 1, heads)).astype(np.float32)
-        stored |= {name: values, scale_name: scale}
-        meant[name] = values.astype(np.float32) * scale[..., None]
-    return stored, meant
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_quantised_caches_equal_what_they_stand_for(dtype: Any, layout: str) -> None:
     """One factor a token, or one a sequence; NaN in the scales behind every length."""
     for per in ("token", "sequence"):
         stored, meant = quantised(random_call(), dtype, per)
-        want = decode(meant, "xla")
+        want = decode(meant)
         if layout == "pages" and per == "sequence":  # one factor a page: spread the sequences' own over their pages
             stored = stored | {n: np.repeat(stored[n], 40, 1) for n in ("k_scale", "v_scale")}
             paged = pages_of(stored)
-            got = decode(paged | {n: paged[n][:, :1] for n in ("k_scale", "v_scale")}, "xla")
+            got = decode(paged | {n: paged[n][:, :1] for n in ("k_scale", "v_scale")})
         else:
-            got = decode(pages_of(stored) if layout == "pages" else stored, "xla")
+            got = decode(pages_of(stored) if layout == "pages" else stored)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5)
 
 
 def test_float8_without_scales() -> None:
-    call = random_call(q_len=1)
+    call = random_call(Sizes(q_len=1))
     float8 = {name: call[name].astype(jnp.float8_e4m3fn) for name in ("key", "value")}
     meant = {name: x.astype(np.float32) for name, x in float8.items()}
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5),
-        decode(call | float8, "xla"),
-        decode(call | meant, "xla"),
+        decode(call | float8),
+        decode(call | meant),
     )
 
 
 def test_a_16_bit_query_on_an_int8_cache_keeps_its_accuracy() -> None:
-    stored, meant = quantised(random_call(q_len=1, dtype=jnp.bfloat16), jnp.int8, "token")
-    out, _ = decode(stored, "xla")
-    want, _ = decode(meant | {"query": meant["query"].astype(np.float32)}, "xla")
+    stored, meant = quantised(random_call(Sizes(q_len=1), dtype=jnp.bfloat16), jnp.int8, "token")
+    out, _ = decode(stored)
+    want, _ = decode(meant | {"query": meant["query"].astype(np.float32)})
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(np.float32), want, atol=0.02, rtol=0.02)
 
@@ -144,53 +131,35 @@ def test_under_jit_scan_and_vmap(layout: str) -> None:
         scale=np.float32(0.3), sinks=np.ones(6, np.float32), query_lengths=np.array([3, 1, 2, 3], np.int32)
     )
     call = pages_of(call) if layout == "pages" else call
-    want = check_jit(call)
+    want, _ = decode(call)
     arrays = {name: jnp.asarray(value) for name, value in call.items()}
-    function = paged_flash_decode if layout == "pages" else flash_decode
-
-    def attend(arrays: Call) -> Any:
-        return function(
-            *(arrays[n] for n in ("query", "key", "value")),
-            **{n: x for n, x in arrays.items() if n not in ("query", "key", "value")},
-        )
-
-    twice = jax.tree.map(lambda x: jnp.stack([x, x]), arrays) | {
-        "kv_lengths": jnp.stack([arrays["kv_lengths"], jnp.array([1, 9, 3, 0])])
-    }
-    each = [attend(jax.tree.map(lambda x, i=i: x[i], twice)) for i in range(2)]
-    np.testing.assert_allclose(each[0], want, atol=1e-6)
-    for got in (jax.vmap(attend)(twice), jax.lax.scan(lambda c, x: (c, attend(x)), 0, twice)[1]):
-        np.testing.assert_allclose(got, jnp.stack(each), atol=1e-6)
-    query_alone = jax.vmap(lambda query: attend(arrays | {"query": query}))(twice["query"])
-    np.testing.assert_allclose(query_alone[1], want, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(apply)(arrays), want, atol=1e-6)
+    query_alone = jax.vmap(lambda query: apply(arrays | {"query": query}))(arrays["query"][None])
+    np.testing.assert_allclose(query_alone[0], want, atol=1e-6)
+    other = arrays | {"kv_lengths": jnp.array([1, 9, 3, 0])}
+    both = jax.tree.map(lambda *x: jnp.stack(x), arrays, other)
+    each = jnp.stack([apply(arrays), apply(other)])
+    for got in (jax.vmap(apply)(both), jax.lax.scan(lambda c, x: (c, apply(x)), 0, both)[1]):
+        np.testing.assert_allclose(got, each, atol=1e-6)
 
 
-def check_jit(call: Call) -> Any:
-    traced, eager = decode(call, "xla", jit=True), decode(call, "xla")
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), traced, eager)
-    return traced[0]
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, check_vma", [("cache", True), ("pages", True), ("pages", False)])
 def test_shard_map_over_heads(layout: str, check_vma: bool) -> None:
     """Tensor-parallel decoding: each device its key heads, and (cache) its sequences; lengths that differ."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     call = random_call()
     call = pages_of(call) if layout == "pages" else call
-    names, heads, rows = tuple(call), P(None, None, "x"), P("x")
-    table = () if layout == "cache" else (call["page_table"],)
-    function = paged_flash_decode if table else flash_decode
-    attend = lambda q, k, v, *rest: function(q, k, v, *rest, local_window_size=9)  # noqa: E731
-    arrays = [jnp.asarray(call[name]) for name in names[:3]] + [*map(jnp.asarray, (*table, call["kv_lengths"]))]
+    heads, rows = P(None, None, "x"), P("x")
+    arrays = [jnp.asarray(x) for x in call.values()]
+    attend = lambda *arrays: apply(dict(zip(call, arrays, strict=True)), local_window_size=9)  # noqa: E731
     want = attend(*arrays)
     by_head = jax.shard_map(
-        attend, mesh=mesh, in_specs=(heads,) * 3 + (P(),) * (len(table) + 1), out_specs=heads, check_vma=check_vma
+        attend, mesh=mesh, in_specs=(heads,) * 3 + (P(),) * (len(call) - 3), out_specs=heads, check_vma=check_vma
     )
     np.testing.assert_allclose(jax.jit(by_head)(*arrays), want, atol=1e-6)
-    pool = P() if table else rows
+    pool = P() if layout == "pages" else rows
     by_row = jax.shard_map(
-        attend, mesh=mesh, in_specs=(rows, pool, pool) + (rows,) * (len(table) + 1), out_specs=rows, check_vma=check_vma
+        attend, mesh=mesh, in_specs=(rows, pool, pool) + (rows,) * (len(call) - 3), out_specs=rows, check_vma=check_vma
     )
     np.testing.assert_allclose(jax.jit(by_row)(*arrays), want, atol=1e-6)
     placed = jax.device_put(arrays[0], NamedSharding(mesh, heads))
@@ -202,6 +171,24 @@ def test_lowers_and_exports_for_other_platforms(platform: str) -> None:
     call = {name: jnp.asarray(x) for name, x in pages_of(random_call()).items()}
     function = jax.jit(lambda call: call_with(paged_flash_decode, **call))
     assert jax.export.export(function, platforms=[platform])(call).platforms == (platform,)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_lowers_the_hopper_kernels_without_a_gpu(paged: bool) -> None:
+    """Named, they lower for CUDA on any machine; on one without they are refused when they run."""
+    int8, bf16 = jnp.int8, jnp.bfloat16
+    call: Call = {"query": jnp.zeros((2, 4, 8, 64), bf16), "kv_lengths": LENGTHS, "query_lengths": LENGTHS}
+    if paged:
+        pages, scale = jnp.zeros((9, 16, 2, 64), int8), jnp.ones((9, 16, 2))
+        call |= {"key": pages, "value": pages, "page_table": TABLE, "k_scale": scale, "v_scale": scale}
+    else:
+        call |= {"key": jnp.zeros((2, 128, 2, 64), bf16), "value": jnp.zeros((2, 128, 2, 64), bf16)}
+    lowered = jax.jit(lambda call: apply(call, "sm90")).trace(call).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") > 0
+    with pytest.raises(NotImplementedError, match=r"sm90.*runs on NVIDIA GPUs only"):
+        apply(call, "sm90")
+    with pytest.raises(NotImplementedError, match=r"sm90.*cannot compute this call: it computes in"):
+        apply({"query": Q, "key": K, "value": V, "kv_lengths": LENGTHS}, "sm90")
 
 
 def test_derivatives_are_refused_by_name() -> None:

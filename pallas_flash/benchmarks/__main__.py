@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from pallas_flash.benchmarks import cases, peers
+from pallas_flash.benchmarks import cases, decoding, peers
 from pallas_flash.benchmarks.cases import PASSES
 
 QUICK_IMPLEMENTATIONS = ["xla", "reference", "jax.nn-xla"]
@@ -30,7 +30,12 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(command=_run)
     run.add_argument("--workloads", nargs="+", metavar="GLOB", help="by name (default: all)")
     run.add_argument(
-        "--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="PASS", help=", ".join(PASSES)
+        "--passes",
+        nargs="+",
+        choices=(*PASSES, decoding.PASS),
+        default=list(PASSES),
+        metavar="PASS",
+        help=f"{', '.join(PASSES)} (default: these), or {decoding.PASS}, which has workloads of its own",
     )
     run.add_argument("--implementations", nargs="+", metavar="NAME", help="by name (default: all)")
     run.add_argument(
@@ -65,11 +70,16 @@ def _run(options: argparse.Namespace) -> int:
     from pallas_flash.benchmarks import runner
     from pallas_flash.benchmarks.progress import Progress
 
-    implementations = options.implementations or (QUICK_IMPLEMENTATIONS if options.quick else None)
+    decodes = decoding.PASS in options.passes
+    if decodes and len(set(options.passes)) > 1:
+        raise ValueError(f"--passes {decoding.PASS} has workloads of its own: give it alone")
+    chosen, every = (decoding, decoding.all_peers()) if decodes else (cases, peers.all_peers())
+    known = [peer.name for peer in every]
+    quick = [name for name in QUICK_IMPLEMENTATIONS if name in known] if options.quick else None
     settings = runner.Settings(
-        workloads=cases.select(options.workloads or ["*"], cases.QUICK if options.quick else cases.WORKLOADS),
-        passes=[passed for passed in PASSES if passed in options.passes],
-        peers=peers.select(implementations, peers.all_peers()),
+        workloads=cases.select(options.workloads or ["*"], chosen.QUICK if options.quick else chosen.WORKLOADS),
+        passes=[passed for passed in (*PASSES, decoding.PASS) if passed in options.passes],
+        peers=peers.select(options.implementations or quick, every),
         rounds=options.rounds,
         iterations=options.iterations,
         sustained=options.sustained,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pallas_flash.benchmarks import results
 from pallas_flash.benchmarks.cases import PASSES
+from pallas_flash.benchmarks.decoding import PASS as DECODE
 
 Content = dict[str, Any]
 # Of the implementations of this package, the first of these that was measured is the one compared.
@@ -67,15 +68,32 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
+class Rate(NamedTuple):
+    """What a pass is measured in: its unit, its key in a row, that of its share of a ceiling, and which ceiling."""
+
+    unit: str
+    key: str
+    share: str
+    ceiling: str
+
+
+def rate_of(passed: str) -> Rate:
+    """Attention is bound by arithmetic, decoding by memory."""
+    if passed == DECODE:
+        return Rate("GB/s", "gbps", "share_of_copy", "copy")
+    return Rate("TFLOP/s", "tflops", "share_of_matmul", "matmul")
+
+
 def speed(content: Content, passed: str) -> Table:
-    """TFLOP/s of every implementation."""
+    """TFLOP/s (decoding: GB/s) of every implementation."""
+    rate = rate_of(passed)
     cells = Cells(content, passed)
     names = cells.timed()
     rows = []
     for workload in cells.workloads:
         found = [cells.row(workload, name) for name in names]
-        rows.append([workload, *(_number(row and row["tflops"], "{:.4g}") for row in found)])
-    return Table(f"TFLOP/s, {passed}", ["workload", *names], rows)
+        rows.append([workload, *(_number(row and row[rate.key], "{:.4g}") for row in found)])
+    return Table(f"{rate.unit}, {passed}", ["workload", *names], rows)
 
 
 def ratios(content: Content, passed: str) -> Table:
@@ -84,17 +102,18 @@ def ratios(content: Content, passed: str) -> Table:
     ours, peers = cells.ours(), cells.peers()
     sustained = any("sustained_ms" in row for row in content["rows"])
     known = bool(content["ceilings"])
-    header = ["workload", f"{ours} ms", "p20 to p80", "TFLOP/s"]
-    header += ["of the matmul ceiling", "bound by"] * known
+    rate = rate_of(passed)
+    header = ["workload", f"{ours} ms", "p20 to p80", rate.unit]
+    header += [f"of the {rate.ceiling} ceiling", "bound by"] * known
     header += [f"x {peer}" for peer in peers] + [f"x {peer}, sustained" for peer in peers if sustained]
     rows = []
     for workload in cells.workloads:
         row = cells.row(workload, ours)
         if row is None:
             continue
-        share = row.get("share_of_matmul")
+        share = row.get(rate.share)
         line = [workload, f"{row['ms']['median']:.4g}", f"{row['ms']['p20']:.4g} to {row['ms']['p80']:.4g}"]
-        line.append(f"{row['tflops']:.4g}")
+        line.append(f"{row[rate.key]:.4g}")
         line += [_number(share and 100 * share, "{:.0f} %"), row.get("bound_by", "")] * known
         for key in ("ms", "sustained_ms") if sustained else ("ms",):
             line += [_number(cells.ratio(workload, peer, key), "{:.3f}") for peer in peers]
@@ -173,8 +192,9 @@ TABLES: dict[str, Callable[[Content, str], Table]] = {
 
 def table(name: str, content: Content, passed: str, workloads: str = "*") -> Table:
     """Of the workloads that match a glob pattern. ValueError for a name or a pass that there is not, or no workload."""
-    if name not in TABLES or passed not in PASSES:
-        raise ValueError(f"no table {name!r} of {passed!r}; there are {', '.join(TABLES)} of {', '.join(PASSES)}")
+    passes = (*PASSES, DECODE)
+    if name not in TABLES or passed not in passes:
+        raise ValueError(f"no table {name!r} of {passed!r}; there are {', '.join(TABLES)} of {', '.join(passes)}")
     rows = [row for row in content["rows"] if fnmatch.fnmatchcase(row["workload"], workloads)]
     if not rows:
         raise ValueError(f"no rows of workloads {workloads!r}")
