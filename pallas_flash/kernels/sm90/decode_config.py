@@ -15,6 +15,7 @@ ROWS = 64  # of a tile of queries: what wgmma multiplies
 THREADS = 128  # of a CTA: one warpgroup
 SM_SHARED_BYTES = 233_472  # of all CTAs of an SM
 CTA_OVERHEAD_BYTES = 1024  # that the hardware takes for each
+KEYS_PER_ROW = 64  # of a share that only evens out lengths: its results are then 2 % of what it reads
 MOST_CTAS = 3  # of an SM: a thread then has up to 168 registers
 SMS = 132  # of an H100 or H200 (SXM)
 
@@ -45,12 +46,13 @@ class DecodeConfig:
     def min_blocks(self) -> int:
         return self.min_keys_per_split // self.block_kv
 
-    def splits(self, capacity: int, tiles: int, ctas_per_sm: int) -> int:
-        """Into how many shares to cut each of `tiles` walks over `capacity` keys: what fills the GPU once, or more
-        where the shares would be long, as some sequence may be much longer than the others."""
-        most = max(capacity // self.min_keys_per_split, 1)
+    def splits(self, keys: int, tiles: int, rows: int, ctas_per_sm: int) -> int:
+        """Into how many shares to cut each of `tiles` walks of up to so many keys: what fills the GPU once, or more
+        where the shares would be long, as some sequence may be much longer than the others. rows: queries of a key
+        head; results of shares stay small beside the keys that they are of."""
+        most = max(keys // self.min_keys_per_split, 1)
         filling = min(ctas_per_sm * self.num_sms // tiles, most)
-        return max(filling, capacity // self.keys_per_split, 1)
+        return max(filling, keys // max(self.keys_per_split, KEYS_PER_ROW * rows), 1)
 
     def shared_bytes(self, head_dims: tuple[int, int], dtype: Any, cache_dtype: Any) -> int:
         """What a CTA needs. A cache in 8 bits is converted to a block in the queries' dtype."""
