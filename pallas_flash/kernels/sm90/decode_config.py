@@ -27,6 +27,7 @@ class DecodeConfig:
     block_kv: int = 64
     k_stages: int = 3  # buffers for blocks of keys
     v_stages: int = 2  # for blocks of values, which are needed a little later
+    rescale_threshold: float = 8.0  # rescale the accumulator only when some maximum grew by more, in base 2
     keys_per_split: int = 4096  # a cache is cut into shares of about so many keys, so that ragged lengths balance
     min_keys_per_split: int = 256  # in a small batch into smaller ones, so that there is one for every CTA at once
     early_combine: bool = False  # launch the merging kernel while the splits run; it waits for them on the GPU
@@ -38,6 +39,8 @@ class DecodeConfig:
         for name in ("k_stages", "v_stages", "num_sms"):
             if getattr(self, name) < 1:
                 raise ValueError(f"self.{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.rescale_threshold <= 10:
+            raise ValueError(f"{self.rescale_threshold=} must lie between 0 and 10: 2**threshold is kept in 16 bits")
         for name in ("keys_per_split", "min_keys_per_split"):
             if getattr(self, name) < self.block_kv:
                 raise ValueError(f"self.{name}={getattr(self, name)} must be at least {self.block_kv=}")
