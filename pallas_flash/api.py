@@ -146,21 +146,9 @@ def _without_vjp(call: Canonical) -> Output:
     return Output(residuals.out, autodiff.log_sum_exp(residuals.m, residuals.l), max_logit)
 
 
-# What JAX says where a derivative or a device is missing, and what it means here.
-_REFUSALS = {
-    "forward-mode": 'has no forward-mode derivative (jvp, jacfwd, linearize): use implementation="reference"',
-    "Only interpret mode": "runs on NVIDIA GPUs only",
-}
-
-
 def _with_vjp(choice: autodiff.Choice[Implementation], call: Canonical) -> Output:
-    try:
+    with dispatch.refusals_by_name(choice):
         return autodiff.attention(choice, call.spec, call.operands)
-    except (TypeError, ValueError) as error:
-        for said, meaning in _REFUSALS.items():
-            if said in str(error):
-                raise NotImplementedError(f"implementation={choice.default.NAME!r} {meaning}") from error
-        raise
 
 
 def restore(call: Canonical, output: Output, *, return_residual: bool) -> Any:

@@ -153,7 +153,9 @@ def explain_decode(
 def _compute(arguments: DecodeArguments, implementation: str | None) -> Any:
     call = canonicalise(arguments)
     choice = dispatch.choose(call.spec, call.operands, implementation, dispatch.DECODE_TABLE)
-    out, lse = _without_padding(call, _decode(choice, call.spec, call.operands))
+    with dispatch.refusals_by_name(choice):
+        result = _decode(choice, call.spec, call.operands)
+    out, lse = _without_padding(call, result)
     out, lse = (x.reshape(*call.lead, *x.shape[1:]) for x in (out, lse))
     return (out, lse) if arguments.return_residual else out
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from pallas_flash import reference, xla, xla_decode
@@ -57,7 +59,7 @@ TABLE: tuple[Entry[Implementation], ...] = (
     Entry(reference, "the meaning, at O(T S) memory: only by name", automatic=False),
 )
 DECODE_TABLE: tuple[Entry[DecodeImplementation], ...] = (
-    Entry(sm90_decode, "split-KV kernels for Hopper GPUs", capability=((9, 0), (10, 0))),
+    Entry(sm90_decode, "fused kernels that split the keys, for Hopper GPUs", capability=((9, 0), (10, 0))),
     Entry(xla_decode, "runs on every device and takes every call; memory linear in the cache's length"),
 )
 
@@ -156,6 +158,25 @@ def _by_name[I: Candidate](spec: Any, operands: Any, name: str, table: tuple[Ent
     if reason is not None:
         raise NotImplementedError(f"implementation={name!r} cannot compute this call: {reason}")
     return Choice(entry.implementation, entry.implementation)
+
+
+# What JAX says where a derivative or a device is missing, and what it means here.
+_REFUSALS = {
+    "forward-mode": 'has no forward-mode derivative (jvp, jacfwd, linearize): use implementation="reference"',
+    "Only interpret mode": "runs on NVIDIA GPUs only",
+}
+
+
+@contextlib.contextmanager
+def refusals_by_name(choice: Choice[Any]) -> Iterator[None]:
+    """Raise NotImplementedError, with the name of the implementation, where JAX refuses what it cannot do."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        for said, meaning in _REFUSALS.items():
+            if said in str(error):
+                raise NotImplementedError(f"implementation={choice.default.NAME!r} {meaning}") from error
+        raise
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,31 @@ from tests import oracles
 
 Call = dict[str, Any]
 
-# A test that takes `decoder` runs once with each of these.
-DECODERS = ("xla",)
 LAYOUTS = ("cache", "pages")
 PAGE_SIZE = 4
 
 
-def random_call(seed: int = 0, *, q_len: int = 3, kv_len: int = 40, dtype: Any = np.float32, **options: Any) -> Call:
-    """q, k, v in sizes that are all different, lengths from empty to full, and options under the public names."""
+class Sizes(NamedTuple):
+    """Of a call over four sequences; all different unless told otherwise."""
+
+    q_len: int = 3
+    kv_len: int = 40
+    heads: tuple[int, int] = (6, 2)
+    dims: tuple[int, int] = (8, 5)
+
+
+ODD = Sizes()
+
+
+def random_call(sizes: Sizes = ODD, *, seed: int = 0, dtype: Any = np.float32, **options: Any) -> Call:
+    """Lengths from empty to full, and options under the public names."""
     rng = np.random.default_rng(seed)
-    shapes = {"query": (4, q_len, 6, 8), "key": (4, kv_len, 2, 8), "value": (4, kv_len, 2, 5)}
+    q_len, kv_len, heads, dims = sizes
+    shapes = {
+        "query": (4, q_len, heads[0], dims[0]),
+        "key": (4, kv_len, heads[1], dims[0]),
+        "value": (4, kv_len, heads[1], dims[1]),
+    }
     arrays = {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
     return arrays | {"kv_lengths": np.array([kv_len, 0, 17, 2], np.int32)} | options
 
@@ -51,25 +66,25 @@ def oracle(call: Call, arithmetic: Any = oracles.FLOAT64) -> oracles.Result:
     )
 
 
-def pages_of(call: Call, seed: int = 0, junk: Any = np.nan) -> Call:
+def pages_of(call: Call, *, page_size: int = PAGE_SIZE, seed: int = 0, junk: Any = np.nan) -> Call:
     """The same cache in pages of random order: page 0 and all unused ones hold junk, unused entries point anywhere."""
     rng = np.random.default_rng([seed, 1])
     batch, capacity = call["key"].shape[:2]
-    max_pages = capacity // PAGE_SIZE
+    max_pages = capacity // page_size
     num_pages = batch * max_pages + 3
     pages = 1 + rng.permutation(num_pages - 1)[: batch * max_pages].reshape(batch, max_pages)
-    used = -(-np.clip(call["kv_lengths"], 0, capacity) // PAGE_SIZE)
+    used = -(-np.clip(call["kv_lengths"], 0, capacity) // page_size)
     table = np.where(np.arange(max_pages) < used[:, None], pages, rng.choice([-1, 0, 10**6, num_pages], pages.shape))
     paged = dict(call, page_table=table.astype(np.int32))
     for name in ("key", "value", "k_scale", "v_scale"):
         rows = call.get(name)
         if rows is None or rows.shape[1] == 1:
             continue
-        pool = np.zeros((num_pages, PAGE_SIZE, *rows.shape[2:]), rows.dtype)
+        pool = np.zeros((num_pages, page_size, *rows.shape[2:]), rows.dtype)
         pool[:] = 77 if rows.dtype == np.int8 else junk
         for b in range(batch):
             n = used[b]
-            pool[pages[b, :n]] = rows[b].reshape(max_pages, PAGE_SIZE, *rows.shape[2:])[:n]
+            pool[pages[b, :n]] = rows[b].reshape(max_pages, page_size, *rows.shape[2:])[:n]
         paged[name] = pool
     return paged
 
@@ -82,7 +97,7 @@ def apply(call: Call, decoder: str | None = None, **options: Any) -> Any:
     return function(*tensors, **arguments, **options, implementation=decoder)
 
 
-def decode(call: Call, decoder: str | None, *, jit: bool = False) -> Any:
+def decode(call: Call, decoder: str | None = "xla", *, jit: bool = False) -> Any:
     """(out, lse); with jit, every array is traced. Without, hundreds of calls of one shape compile next to nothing."""
     narrow = lambda x: isinstance(x, np.ndarray | jax.Array) and x.dtype != np.int64  # noqa: E731
     arrays = {name: jnp.asarray(value) for name, value in call.items() if narrow(value)}
@@ -94,11 +109,11 @@ def decode(call: Call, decoder: str | None, *, jit: bool = False) -> Any:
         return run(arrays)
 
 
-def check(call: Call, decoder: str | None, layout: str, *, factor: float = 2.0, jit: bool = False) -> Any:
+def check(call: Call, layout: str, *, factor: float = 2.0, jit: bool = False) -> Any:
     """Within the error budget of plain attention in the call's dtype; the arrays' unreadable rows are junk."""
     dtype = call["query"].dtype
     want, plain = (oracle(call, arithmetic) for arithmetic in (oracles.FLOAT64, oracles.plain(dtype)))
-    out, lse = decode(pages_of(call) if layout == "pages" else with_junk(call), decoder, jit=jit)
+    out, lse = decode(pages_of(call) if layout == "pages" else with_junk(call), jit=jit)
     assert out.dtype == dtype and lse.dtype == oracles.plain(dtype).compute
     eps = float(jnp.finfo(dtype).eps)
     for name, floor in (("out", 4e-6 + eps / 2), ("lse", 1e-5)):
@@ -120,6 +135,19 @@ def with_junk(call: Call, junk: Any = np.nan) -> Call:
                 array.dtype
             )
     return result
+
+
+def quantised(call: Call, dtype: Any, per: str, seed: int = 0) -> tuple[Call, Call]:
+    """The call with a quantised cache, one factor a "token" or "sequence", and with what that cache stands for."""
+    rng = np.random.default_rng([seed, 2])
+    stored, meant = dict(call), dict(call)
+    for name, scale_name in (("key", "k_scale"), ("value", "v_scale")):
+        batch, rows, heads, width = call[name].shape
+        values = np.asarray(jnp.asarray(rng.normal(size=(batch, rows, heads, width)) * 40).astype(dtype))
+        scale = rng.uniform(0.005, 0.03, (batch, rows if per == "token" else 1, heads)).astype(np.float32)
+        stored |= {name: values, scale_name: scale}
+        meant[name] = values.astype(np.float32) * scale[..., None]
+    return stored, meant
 
 
 @contextlib.contextmanager

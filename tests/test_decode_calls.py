@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import explain_decode, flash_decode, paged_flash_decode
-from tests.decoding import LAYOUTS, Call, apply, decode, pages_of, random_call
+from tests.decoding import LAYOUTS, Call, Sizes, apply, decode, pages_of, quantised, random_call
 
 nan, inf = float("nan"), float("inf")
 Q, K, V = jnp.zeros((2, 5, 6, 8)), jnp.zeros((2, 7, 3, 8)), jnp.zeros((2, 7, 3, 4))
@@ -88,51 +88,38 @@ def test_refusals_that_need_two_arguments() -> None:
         call_with(flash_decode, query=jnp.zeros((2, 5, 6, 0)), key=jnp.zeros((2, 7, 3, 0)))
 
 
-def quantised(call: Call, dtype: Any, per: str, seed: int = 0) -> tuple[Call, Call]:
-    """The call with a quantised cache, and with what that cache stands for."""
-    rng = np.random.default_rng([seed, 2])
-    stored, meant = dict(call), dict(call)
-    for name, scale_name in (("key", "k_scale"), ("value", "v_scale")):
-        batch, rows, heads, width = call[name].shape
-        values = np.asarray(jnp.asarray(rng.normal(size=(batch, rows, heads, width)) * 40).astype(dtype))
-        scale = rng.uniform(0.005, 0.03, (batch, rows if per == "token" else 1, heads)).astype(np.float32)
-        stored |= {name: values, scale_name: scale}
-        meant[name] = values.astype(np.float32) * scale[..., None]
-    return stored, meant
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_quantised_caches_equal_what_they_stand_for(dtype: Any, layout: str) -> None:
     """One factor a token, or one a sequence; NaN in the scales behind every length."""
     for per in ("token", "sequence"):
         stored, meant = quantised(random_call(), dtype, per)
-        want = decode(meant, "xla")
+        want = decode(meant)
         if layout == "pages" and per == "sequence":  # one factor a page: spread the sequences' own over their pages
             stored = stored | {n: np.repeat(stored[n], 40, 1) for n in ("k_scale", "v_scale")}
             paged = pages_of(stored)
-            got = decode(paged | {n: paged[n][:, :1] for n in ("k_scale", "v_scale")}, "xla")
+            got = decode(paged | {n: paged[n][:, :1] for n in ("k_scale", "v_scale")})
         else:
-            got = decode(pages_of(stored) if layout == "pages" else stored, "xla")
+            got = decode(pages_of(stored) if layout == "pages" else stored)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5)
 
 
 def test_float8_without_scales() -> None:
-    call = random_call(q_len=1)
+    call = random_call(Sizes(q_len=1))
     float8 = {name: call[name].astype(jnp.float8_e4m3fn) for name in ("key", "value")}
     meant = {name: x.astype(np.float32) for name, x in float8.items()}
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5),
-        decode(call | float8, "xla"),
-        decode(call | meant, "xla"),
+        decode(call | float8),
+        decode(call | meant),
     )
 
 
 def test_a_16_bit_query_on_an_int8_cache_keeps_its_accuracy() -> None:
-    stored, meant = quantised(random_call(q_len=1, dtype=jnp.bfloat16), jnp.int8, "token")
-    out, _ = decode(stored, "xla")
-    want, _ = decode(meant | {"query": meant["query"].astype(np.float32)}, "xla")
+    stored, meant = quantised(random_call(Sizes(q_len=1), dtype=jnp.bfloat16), jnp.int8, "token")
+    out, _ = decode(stored)
+    want, _ = decode(meant | {"query": meant["query"].astype(np.float32)})
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out.astype(np.float32), want, atol=0.02, rtol=0.02)
 
@@ -144,7 +131,7 @@ def test_under_jit_scan_and_vmap(layout: str) -> None:
         scale=np.float32(0.3), sinks=np.ones(6, np.float32), query_lengths=np.array([3, 1, 2, 3], np.int32)
     )
     call = pages_of(call) if layout == "pages" else call
-    want, _ = decode(call, "xla")
+    want, _ = decode(call)
     arrays = {name: jnp.asarray(value) for name, value in call.items()}
     np.testing.assert_allclose(jax.jit(apply)(arrays), want, atol=1e-6)
     query_alone = jax.vmap(lambda query: apply(arrays | {"query": query}))(arrays["query"][None])
@@ -184,6 +171,24 @@ def test_lowers_and_exports_for_other_platforms(platform: str) -> None:
     call = {name: jnp.asarray(x) for name, x in pages_of(random_call()).items()}
     function = jax.jit(lambda call: call_with(paged_flash_decode, **call))
     assert jax.export.export(function, platforms=[platform])(call).platforms == (platform,)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_lowers_the_hopper_kernels_without_a_gpu(paged: bool) -> None:
+    """Named, they lower for CUDA on any machine; on one without they are refused when they run."""
+    int8, bf16 = jnp.int8, jnp.bfloat16
+    call: Call = {"query": jnp.zeros((2, 4, 8, 64), bf16), "kv_lengths": LENGTHS, "query_lengths": LENGTHS}
+    if paged:
+        pages, scale = jnp.zeros((9, 16, 2, 64), int8), jnp.ones((9, 16, 2))
+        call |= {"key": pages, "value": pages, "page_table": TABLE, "k_scale": scale, "v_scale": scale}
+    else:
+        call |= {"key": jnp.zeros((2, 128, 2, 64), bf16), "value": jnp.zeros((2, 128, 2, 64), bf16)}
+    lowered = jax.jit(lambda call: apply(call, "sm90")).trace(call).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu") > 0
+    with pytest.raises(NotImplementedError, match=r"sm90.*runs on NVIDIA GPUs only"):
+        apply(call, "sm90")
+    with pytest.raises(NotImplementedError, match=r"sm90.*cannot compute this call: it computes in"):
+        apply({"query": Q, "key": K, "value": V, "kv_lengths": LENGTHS}, "sm90")
 
 
 def test_derivatives_are_refused_by_name() -> None:

@@ -73,13 +73,13 @@ def test_readme_begins_with_the_two_commands():
 
 def test_support_table_is_current():
     readme = (ROOT / "README.md").read_text()
-    assert readme == support_table.with_table(readme), "run `make readme`"
+    assert readme == support_table.with_tables(readme), "run `make readme`"
 
 
 def test_a_stale_support_table_is_found():
     readme = (ROOT / "README.md").read_text()
     stale = readme.replace("| `sinks` with their gradient | yes |", "| `sinks` with their gradient | no |")
-    assert stale != readme == support_table.with_table(stale)
+    assert stale != readme == support_table.with_tables(stale)
 
 
 def layout_paths() -> list[str]:

@@ -51,6 +51,9 @@ def test_prompts_go_through_flash_attention_and_tokens_through_flash_decode():
     arguments = (model, jnp.asarray(prompts), jnp.asarray(LENGTHS), None, Sampling(None, None, None), None)
     program = _generate.lower(*arguments, max_new_tokens=9).as_text()
     assert program.count("call @forward") == 1 and program.count("call @decode") == 1
+    hopper = make(num_layers=1, compute_dtype="bfloat16", attention="sm90", decode="sm90")
+    on_gpu = _generate.trace(hopper, *arguments[1:], max_new_tokens=9).lower(lowering_platforms=("cuda",)).as_text()
+    assert on_gpu.count("call @decode") == 1 and "mosaic_gpu" in on_gpu
     with pytest.raises(ValueError, match="implementation"):
         generate(make(num_layers=1, decode="no_such"), prompts, LENGTHS, max_new_tokens=2)
 

@@ -197,7 +197,7 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
         shift = m.max(axis=1)
     else:
         m = jnp.maximum(m, state.stats.m)
-        rescale = _must_rescale(plan, m, state.stats.shift)
+        rescale = tensor_cores.any(softmax.ahead(m, state.stats.shift, units) > plan.config.rescale_threshold)
         shift = lax.cond(rescale, lambda: m.max(axis=1), lambda: state.stats.shift)
         tensor_cores.wait(0)
         _note_readers_of_junk(worker, step - 1, last)
@@ -247,12 +247,6 @@ def _products(worker: Worker, step: jax.Array, state: State | None) -> jax.Array
         is_last = step == item.kv_end - item.kv_start - 1
         pl.when(is_last)(lambda: plgpu.barrier_arrive(barriers.q.consumed.at[wg]))
     return scores
-
-
-def _must_rescale(plan: Plan, m: jax.Array, shift: jax.Array) -> jax.Array:
-    """Whether some maximum has run ahead of its row's shift by more than the threshold."""
-    ahead = plan.units.log2(m - softmax.rows_like(shift, m))
-    return plan.tensor_cores.any(ahead > plan.config.rescale_threshold)
 
 
 def _store_tile(
