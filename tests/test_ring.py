@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import flash_attention, masks
@@ -221,3 +222,16 @@ def test_refusals(name: str) -> None:
     spread = jax.shard_map(lambda x: function(x, x, x), mesh=mesh_of((2,), ("x",)), in_specs=ROWS, out_specs=ROWS)
     with pytest.raises(error, match=message.replace("*", r"\*")):
         jax.eval_shape(spread, x)
+
+
+@pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])
+def test_kernels_lower(attend: Any) -> None:
+    """In the steps of a ring too, some of them under a condition, some in a loop."""
+    mesh = jax.sharding.AbstractMesh((4,), ("x",), (AxisType.Auto,))
+    shape = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, ROWS))
+    function = functools.partial(attend, axis_name="x", is_causal=True, implementation="sm90")
+    whole = jax.shard_map(lambda x: function(x, x, x), mesh=mesh, in_specs=ROWS, out_specs=ROWS)
+    gradient = jax.jit(jax.grad(lambda x: whole(x).astype(jnp.float32).sum()))
+    text = gradient.trace(shape).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert ("stablehlo.case" in text) == (attend is ring_attention)
