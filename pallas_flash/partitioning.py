@@ -155,8 +155,8 @@ class Program:
             return self._mapped(lambda *x: self._part(split, (batch, head), num_heads, x))(*arrays)
 
         def local(*arrays: Array) -> Any:
-            *arrays, batches, heads = arrays
-            results = wrap(compute)(batches[0], heads[0], *arrays)
+            *of_pass, batches, heads = arrays
+            results = wrap(compute)(batches[0], heads[0], *of_pass)
             add_up = lambda axes, x: lax.psum(x, rest) if (rest := split.not_in(axes)) else x  # noqa: E731
             return jax.tree.map(add_up, of_results, results)
 

@@ -1,4 +1,4 @@
-"""On two GPUs of one host: `pytest -m multigpu`. What runs on forced CPU devices elsewhere, with the compiled kernels."""
+"""On two GPUs of one host, `pytest -m multigpu`: what runs on forced CPU devices elsewhere, with the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import explain, flash_attention
+from pallas_flash import flash_attention
 from pallas_flash.distributed import from_zigzag, ring_attention, to_zigzag, ulysses_attention
 from tests.sharding import collectives, mesh_of
 
@@ -29,6 +29,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "dropout_rate": 0.1, "dropout_key": jax.random.key(1),
     },
 }  # fmt: skip
+
+
+ATTENTIONS = {
+    "ring": ring_attention,
+    "zigzag": functools.partial(ring_attention, order="zigzag"),
+    "ulysses": ulysses_attention,
+}
 
 
 def tensors() -> list[jax.Array]:
@@ -53,23 +60,16 @@ def close(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("kind", ["ring", "zigzag", "ulysses"])
+@pytest.mark.parametrize("kind", ATTENTIONS)
 def test_equals_one_gpu(kind: str, name: str) -> None:
     arrays = tensors()
-    if kind != "ulysses":
-        attend = functools.partial(ring_attention, order="zigzag" if kind == "zigzag" else "contiguous")
-    else:
-        attend = ulysses_attention
     options = OPTIONS[name] | {"is_causal": True, "implementation": "sm90"}
-    if kind == "ulysses":  # dropout and score_mod count heads over all devices; one GPU sees the same
-        assert explain(*arrays[1:], **OPTIONS[name], is_causal=True).chosen == "sm90"
-    local = functools.partial(attend, axis_name="x", **options)
+    local = functools.partial(ATTENTIONS[kind], axis_name="x", **options)
     mesh = mesh_of((2,), ("x",))
     spread = jax.shard_map(lambda q, k, v: local(q, k, v), mesh=mesh, in_specs=ROWS, out_specs=ROWS)
-    there, back = (lambda x: x, lambda x: x) if kind != "zigzag" else (to_zigzag, from_zigzag)
-    placed = [jax.device_put(there(x, 2) if kind == "zigzag" else x, NamedSharding(mesh, ROWS)) for x in arrays]
-    got = [jax.device_put(x, arrays[0].sharding) for x in jax.jit(both(spread))(*placed)]
-    got = [back(x, 2) if kind == "zigzag" else x for x in got]
+    there, back = (to_zigzag, from_zigzag) if kind == "zigzag" else (lambda x, _: x,) * 2
+    placed = [jax.device_put(there(x, 2), NamedSharding(mesh, ROWS)) for x in arrays]
+    got = [back(jax.device_put(x, arrays[0].sharding), 2) for x in jax.jit(both(spread))(*placed)]
     close(got, jax.jit(both(functools.partial(flash_attention, **options)))(*arrays))
 
 
