@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: help demo test test-oldest test-gpu benchmarks lint format readme clean
+.PHONY: help demo test test-oldest test-gpu test-multigpu benchmarks lint format readme clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -23,6 +23,10 @@ test-oldest:  ## Run the tests with the oldest supported jax, in an environment 
 test-gpu:  ## Run the tests of the compiled kernels on an NVIDIA GPU
 	@scripts/bootstrap.sh .venv test
 	$(PYTHON) -m pytest -m "gpu and not multigpu" $(ARGS)
+
+test-multigpu:  ## Run the tests that need two NVIDIA GPUs
+	@scripts/bootstrap.sh .venv test
+	$(PYTHON) -m pytest -m multigpu $(ARGS)
 
 benchmarks:  ## Measure this operator and its peers on this machine (ARGS="--help": the options)
 	@scripts/bootstrap.sh .venv benchmarks

@@ -64,8 +64,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_budget() -> int:
-    """The memory of the first device where it says how much it has, else 2 GiB."""
-    stats = jax.devices()[0].memory_stats() or {}
+    """The memory of a device where it says how much it has, else 2 GiB."""
+    stats = jax.local_devices()[0].memory_stats() or {}
     return int(stats.get("bytes_limit", DEFAULT_CPU_BUDGET))
 
 

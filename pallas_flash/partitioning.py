@@ -143,15 +143,20 @@ class Program:
         flat = [prefix + axes for prefix, axes in zip(prefixes, jax.tree.leaves(of_arrays), strict=True)]
         return flat, jax.tree.map(lambda axes: self.letters + axes, of_results)
 
-    def on_shards(self, split: Split, arrays: Any) -> Callable[..., Any]:
-        """The function of local arrays, and of the local batch and head numbers, that gives the local results."""
+    def on_shards(self, split: Split, arrays: Any, wrap: Callable[..., Any] = lambda f: f) -> Callable[..., Any]:
+        """The function of local arrays, and of the local batch and head numbers, that gives the local results.
+
+        wrap: around everything but the sums over devices.
+        """
         num_heads = split.sizes[HEADS]
         _, of_results = self.axes(arrays)
 
+        def compute(batch: Array, head: Array, *arrays: Array) -> Any:
+            return self._mapped(lambda *x: self._part(split, (batch, head), num_heads, x))(*arrays)
+
         def local(*arrays: Array) -> Any:
-            *arrays, batches, heads = arrays
-            first = batches[0], heads[0]
-            results = self._mapped(lambda *x: self._part(split, first, num_heads, x))(*arrays)
+            *of_pass, batches, heads = arrays
+            results = wrap(compute)(batches[0], heads[0], *of_pass)
             add_up = lambda axes, x: lax.psum(x, rest) if (rest := split.not_in(axes)) else x  # noqa: E731
             return jax.tree.map(add_up, of_results, results)
 
@@ -177,6 +182,14 @@ class Program:
         return results._replace(k=dk, v=dv)
 
 
+def _pure(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that adds up in a mutable reference is pure as a whole, which what compiles the parts wants to see: a
+    `custom_partitioning` says so, and where there is nothing left to partition it is its own function."""
+    wrapped = custom_partitioning(function)
+    wrapped.def_partition(None)
+    return wrapped
+
+
 def asks_for_places(spec: AttentionSpec) -> bool:
     """Whether a score depends on which batch element or head it belongs to."""
     return spec.score_mod is not None or spec.dropout_rate > 0 or any(isinstance(p, Predicate) for p in spec.mask)
@@ -195,7 +208,8 @@ class Split(NamedTuple):
     def not_in(self, axes: str) -> MeshAxes:
         """The mesh axes over which partial sums of an array with these axes must be added up."""
         used = {name for axis in axes for name in self.mesh_axes.get(axis, ())}
-        return tuple(name for names in self.mesh_axes.values() for name in dict.fromkeys(names) if name not in used)
+        every = dict.fromkeys(name for names in self.mesh_axes.values() for name in names)
+        return tuple(name for name in every if name not in used)
 
     def ways(self, names: MeshAxes) -> int:
         return math.prod(self.mesh.shape[name] for name in names)
@@ -267,7 +281,8 @@ def _run(program: Program, explicit: MeshAxes, *arrays: Array) -> Any:
         results = _run(mapped, explicit, *arrays)
         return results, jax.tree.map(lambda _: True, results)
 
-    return differentiable(*arrays)
+    # A shard_map is differentiated as it is, and no kernel with a mutable reference may stand in a custom_jvp.
+    return mappable(*arrays) if explicit else differentiable(*arrays)
 
 
 def _automatic(program: Program, arrays: Any) -> Any:
@@ -284,7 +299,7 @@ def _automatic(program: Program, arrays: Any) -> Any:
     def partition(mesh: Any, shapes: Any, _: Any) -> Any:
         how = split(mesh, shapes)
         shardings = tuple(NamedSharding(mesh, how.spec(names)) for names in axes)
-        return mesh, program.on_shards(how, shapes[:-2]), results(how), shardings
+        return mesh, program.on_shards(how, shapes[:-2], _pure), results(how), shardings
 
     @custom_partitioning
     def whole(*arrays: Array) -> Any:

@@ -40,6 +40,7 @@ LAYERS = {
     "pallas_flash.xla": 2,
     "pallas_flash.xla_decode": 2,
     "pallas_flash.reference": 2,
+    "pallas_flash.partitioning": 2,
     "pallas_flash.kernels": 2,
     "pallas_flash.kernels.sm80": 3,
     "pallas_flash.kernels.sm90": 3,

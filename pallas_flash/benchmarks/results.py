@@ -63,8 +63,8 @@ def read(path: Path) -> dict[str, Any]:
     return {"kind": "benchmarks", **content}
 
 
-def environment() -> dict[str, Any]:
-    """Where the numbers come from."""
+def environment(module: str = "") -> dict[str, Any]:
+    """Where the numbers come from. module: which one of the package was run, if not the package."""
     device = jax.devices()[0]
     commit = _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
     return {
@@ -77,7 +77,7 @@ def environment() -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}",
         "commit": commit,
         "dirty": None if commit is None else _said("git", "-C", str(ROOT), "status", "--porcelain") is not None,
-        "command": shlex.join(["python", "-m", "pallas_flash.benchmarks", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", ".".join(["pallas_flash.benchmarks", *module.split()]), *sys.argv[1:]]),
         "peers": {name: _version(name) for name in ("tokamax", "dew-flash-attn-cu13", "dew-flash-attn-cu12", "torch")},
     }
 
