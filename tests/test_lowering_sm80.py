@@ -4,7 +4,6 @@ without a GPU, for each architecture that they are for."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -64,18 +63,20 @@ def case_of(entry) -> tuple[AttentionSpec, Operands]:
     return spec, operands
 
 
-def unlike(entries) -> list[Any]:
-    """One entry for each config of each pair of head dims: where both are the same, the last mask, which needs most."""
-    return list({str((list(x["case"].values())[:2], x["config"])): x for x in entries}.values())
+def unlike(*tables: str) -> Any:
+    """The entries of tables side by side, once for each choice of tiles: with the last mask, which needs most."""
+    rows = zip(*(cache.entries(table) for table in tables), strict=True)
+    tiles = lambda entry: (entry["case"]["head_dim"], entry["case"]["value_head_dim"], entry["config"])  # noqa: E731
+    return {str([*map(tiles, row)]): row for row in rows}.values()
 
 
 def test_every_tuned_config_lowers():
-    for entry in unlike(cache.entries("sm80_forward")):
+    for (entry,) in unlike("sm80_forward"):
         spec, operands = case_of(entry)
         forward = lambda x: sm80.forward(spec, x, config=ForwardConfig(**entry["config"]))  # noqa: B023, E731
         assert "forward_sm80" in lower(forward, operands)
-    tables = (unlike(cache.entries(table)) for table in ("sm80_backward_queries", "sm80_backward_keys"))
-    for queries, keys in itertools.zip_longest(*tables, fillvalue=cache.entries("sm80_backward_keys")[-1]):
+    for queries, keys in unlike("sm80_backward_queries", "sm80_backward_keys"):
+        assert queries["case"] == keys["case"]
         spec, operands = case_of(queries)
         configs = backward_pass.Configs(QueriesConfig(**queries["config"]), KeysConfig(**keys["config"]))
         backward = lambda *args: backward_pass.backward(spec, *args, configs=configs)  # noqa: B023, E731
