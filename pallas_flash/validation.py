@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from pallas_flash import dropout, elementwise, masks
 from pallas_flash.masks import Mask
@@ -108,7 +109,7 @@ def canonicalise(arguments: Arguments, devices: int = 1) -> Canonical:
 def _same_devices(arguments: Arguments) -> None:
     """Arrays that were put somewhere must be on the same devices; the others follow them."""
     given = {name: getattr(arguments, name) for name in _TENSORS}
-    placed = {name: x for name, x in given.items() if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)}
+    placed = {name: x for name, x in given.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
     placed = {name: x.sharding.device_set for name, x in placed.items() if x.committed}
     if len(set(map(frozenset, placed.values()))) > 1:
         came = ", ".join(f"{name} on {sorted(map(str, devices))}" for name, devices in placed.items())
