@@ -25,6 +25,7 @@ from tests.test_interpret import failure, races_found
 ROOT = Path(__file__).parent.parent
 SMALL = DecodeConfig(min_keys_per_split=64)
 FP8 = jnp.float8_e4m3fn
+TOLERANCE = 3e-3  # of weights in bfloat16
 
 
 def operands_of(sizes, lengths, dtype=jnp.bfloat16, cache=None, scales=None, pages=None, **more) -> DecodeOperands:
@@ -63,6 +64,11 @@ def _as_pages(rng, size, lengths, arrays):
     return jnp.asarray(np.where(used, order, 10**6), jnp.int32), pools
 
 
+def relative_error(got: Any, want: Any) -> float:
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
 def run(spec: DecodeSpec, operands: DecodeOperands, config: DecodeConfig = SMALL, splits: int | None = None) -> Partial:
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     result = decode.decode(spec, operands, config=config, splits=splits, interpret=interpret)
@@ -80,8 +86,7 @@ def check(spec: DecodeSpec, operands: DecodeOperands, splits: int, config: Decod
         real = np.arange(operands.q.shape[1]) < operands.q_lengths[:, None]
     out, lse = np.asarray(got.out, np.float32)[real], np.asarray(got.lse)[real]
     want_out, want_lse = np.asarray(want.out)[real], np.asarray(want.lse)[real]
-    error = np.linalg.norm(out - want_out) / np.linalg.norm(want_out)
-    assert error < 3e-3, error
+    assert relative_error(out, want_out) < TOLERANCE
     alive = np.isfinite(want_lse)
     np.testing.assert_array_equal(np.isfinite(lse), alive)
     np.testing.assert_allclose(lse[alive], want_lse[alive], rtol=1e-5, atol=2e-5)
@@ -98,35 +103,35 @@ ALIBI = score_mod(lambda s, b, h, q, k: s + SLOPES[h] * (k - q) + 0.1 * b)
 
 # (spec, operands, splits)
 CASES = {
-    "three splits, one length 0, beyond the capacity": (
+    "three splits, one length 0, one beyond the capacity": (
         DecodeSpec(0.125), operands_of((3, 1, 300, 4, 2, 64, 64), [300, 0, 999]), 3,
     ),
-    "new tokens, a window, sinks, no key for some": (
-        DecodeSpec(0.125, window=90),
-        operands_of((2, 5, 256, 6, 2, 64, 40), [256, 3], sinks=jnp.linspace(-1, 1, 6)), 2,
+    "new tokens, query lengths, a window, slopes, sinks, no key for some": (
+        DecodeSpec(0.125, window=90, score_mod=ALIBI["spec"]),
+        operands_of(
+            (2, 5, 256, 6, 2, 64, 40), [256, 3], q_lengths=jnp.array([4, 5]), sinks=jnp.linspace(-1, 1, 6),
+            score_mod=ALIBI["operands"],
+        ),
+        2,
     ),
-    "a soft cap, sinks, float16, a traced scale below 0, odd head dims": (
+    "pages of 24, a soft cap, sinks, float16, a traced scale below 0, odd head dims": (
         DecodeSpec(None, soft_cap=3.0),
         operands_of(
-            (1, 2, 100, 2, 2, 24, 72), [99], jnp.float16, sinks=jnp.array([0.5, -jnp.inf]), scale=jnp.float32(-0.2)
+            (2, 2, 120, 2, 2, 24, 72), [99, 24], jnp.float16, pages=24, sinks=jnp.array([0.5, -jnp.inf]),
+            scale=jnp.float32(-0.2),
         ),
         1,
-    ),
-    "slopes, query lengths": (
-        DecodeSpec(0.125, score_mod=ALIBI["spec"]),
-        operands_of((2, 4, 128, 6, 2, 64, 64), [128, 70], q_lengths=jnp.array([4, 2]), score_mod=ALIBI["operands"]), 2,
     ),
     "pages of 16, several tiles of rows": (
         DecodeSpec(0.125), operands_of((2, 40, 256, 4, 2, 64, 64), [250, 41], pages=16), 2,
     ),
-    "pages of 24": (DecodeSpec(0.125), operands_of((2, 1, 240, 4, 2, 64, 64), [201, 24], pages=24), 3),
     "int8, scales by token": (
         DecodeSpec(0.125), operands_of((2, 2, 200, 4, 2, 64, 64), [200, 70], cache=jnp.int8, scales="tokens"), 2,
     ),
     "int8, a scale for each sequence, float16": (
         DecodeSpec(0.125), operands_of((2, 1, 128, 4, 2, 32, 64), [128, 70], jnp.float16, jnp.int8, "all"), 1,
     ),
-    "float8 in pages, scales by token, a window": (
+    "float8 in pages of 32, scales by token, a window": (
         DecodeSpec(0.125, window=100),
         operands_of((2, 2, 256, 4, 2, 64, 64), [250, 70], cache=FP8, scales="tokens", pages=32), 2,
     ),
@@ -146,17 +151,11 @@ def check_that_hidden_junk_stays_hidden() -> None:
     np.testing.assert_array_equal(got.lse, want.lse)
     np.testing.assert_array_equal(got.out[:, 1], want.out[:, 1])  # position 97 sees keys 47 to 97, not 46 and 98
     assert np.isnan(np.asarray(got.out[:, [0, 2, 3]], np.float32)).all()
+    shorter = xla_decode.decode(spec, clean._replace(kv_lengths=jnp.array([99])))
+    assert relative_error(want.out, shorter.out) > 10 * TOLERANCE  # no formality: one key less would be noticed
 
 
-def check_that_a_wrong_length_is_noticed() -> None:
-    """The comparison is no formality."""
-    operands = operands_of((1, 1, 128, 2, 1, 64, 64), [100])
-    shorter = operands._replace(kv_lengths=jnp.array([90]))
-    got, want = run(DecodeSpec(0.125), shorter, splits=1), xla_decode.decode(DecodeSpec(0.125), operands)
-    assert float(jnp.abs(got.out - want.out).max()) > 0.01
-
-
-MORE_CHECKS = (check_that_hidden_junk_stays_hidden, check_that_a_wrong_length_is_noticed)
+MORE_CHECKS = (check_that_hidden_junk_stays_hidden,)
 
 
 def main(names: list[str]) -> None:

@@ -97,6 +97,22 @@ def probabilities(scores: jax.Array, shift: jax.Array, units: Units) -> jax.Arra
     return jnp.exp2(units.log2(units.of_scores(scores) - rows_like(shift, scores)))
 
 
+def ahead(m: jax.Array, shift: jax.Array, units: Units) -> jax.Array:
+    """How far each part's maximum has run ahead of its row's shift, in base 2."""
+    return units.log2(m - rows_like(shift, m))
+
+
+def rescaled(rescale: jax.Array, log2_alpha: jax.Array, out: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What was summed up under the old shift, under the new one."""
+
+    def scaled(*values: jax.Array) -> tuple[jax.Array, ...]:
+        alpha = jnp.exp2(log2_alpha)
+        return tuple(value * rows_like(alpha, value) for value in values)
+
+    out, sums = lax.cond(rescale, scaled, lambda *values: values, out, sums)
+    return out, sums
+
+
 def soft_cap(scores: jax.Array, cap: float) -> jax.Array:
     """cap * tanh(scores / cap), through exp2: the hardware's own tanh is right to 11 bits only. Near 0, where that
     subtracts nearly equal numbers, by the first terms of the series."""

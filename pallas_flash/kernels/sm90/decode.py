@@ -67,16 +67,18 @@ def decode(
 
     config = config or decode_config(operands)
     assert config is not None, "unsupported() refuses what has no tiles"
-    splits = splits or num_splits(operands, config)
+    splits = splits or num_splits(spec, operands, config)
     call: Callable[..., Partial] = functools.partial(run, spec, config=config, splits=splits, interpret=interpret)
     # One instance of a vmap after the other: TMA takes no part of an array.
     return calls.varying(jax.custom_batching.sequential_vmap(call)(operands), operands)
 
 
-def num_splits(operands: DecodeOperands, config: DecodeConfig) -> int:
+def num_splits(spec: DecodeSpec, operands: DecodeOperands, config: DecodeConfig) -> int:
     shapes = operands.shapes
-    tiles = shapes.batch * shapes.num_kv_heads * -(-shapes.q_len * shapes.q_heads_per_kv_head // ROWS)
-    return config.splits(shapes.kv_len, tiles, config.ctas_per_sm(_shared_bytes(operands, config)))
+    keys = shapes.kv_len if spec.window is None else min(shapes.kv_len, spec.window + shapes.q_len)
+    rows = shapes.q_len * shapes.q_heads_per_kv_head
+    tiles = shapes.batch * shapes.num_kv_heads * -(-rows // ROWS)
+    return config.splits(keys, tiles, rows, config.ctas_per_sm(_shared_bytes(operands, config)))
 
 
 def decode_config(operands: DecodeOperands) -> DecodeConfig | None:

@@ -61,6 +61,8 @@ def run(plan: Plan, inputs: Inputs, partials: Outputs, *, interpret: Any = None)
 
 
 def _kernel(plan: Plan, inputs: Inputs, partials: Outputs, outputs: Outputs, buffer: Ref) -> None:
+    if plan.config.early_combine:
+        plgpu.griddepcontrol_wait()
     row = lax.axis_index("row")
     used = _used_splits(plan, inputs, row)
 

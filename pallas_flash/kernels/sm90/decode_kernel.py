@@ -97,6 +97,8 @@ def _padded_for_interpreter(plan: Plan, inputs: Inputs) -> Inputs:
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs: Outputs, buffers: Buffers, barriers: Barriers) -> None:
+    if plan.config.early_combine and plan.splits > 1:
+        plgpu.griddepcontrol_launch_dependents()
     work = _work(plan, inputs, lax.axis_index("cta"))
     worker = Worker(plan, inputs, buffers, barriers, work)
     if plan.splits == 1:
@@ -171,12 +173,13 @@ def _step(worker: Worker, acc: Ref, step: jax.Array, state: State, *, masked: bo
         scores = tile.masked(scores, None)
 
     m = jnp.maximum(softmax.maxima(scores, units), state.stats.m)
-    shift = m.max(axis=1)
-    alpha = jnp.exp2(units.log2(state.stats.shift - shift))
+    rescale = tensor_cores.any(softmax.ahead(m, state.stats.shift, units) > plan.config.rescale_threshold)
+    shift = lax.cond(rescale, lambda: m.max(axis=1), lambda: state.stats.shift)
+    log2_alpha = units.log2(state.stats.shift - shift)
+    out, sums = softmax.rescaled(rescale, log2_alpha, tensor_cores.load(acc, pending=0), state.stats.l)
+    tensor_cores.store(acc, out)
     p = softmax.probabilities(scores, shift, units)
-    sums = state.stats.l * softmax.rows_like(alpha, state.stats.l) + softmax.fold(jnp.add, p)
-    out = tensor_cores.load(acc, pending=0)
-    tensor_cores.store(acc, out * softmax.rows_like(alpha, out))
+    sums += softmax.fold(jnp.add, p)
     if state.v_scale is not None:
         v_scale = decode_copies.spread(state.v_scale, buffers.scales.at[1], plan.config.block_kv)
         scaled = p * softmax.columns_like(v_scale, p)
@@ -200,11 +203,13 @@ def _landed(worker: Worker, stream: decode_copies.Stream, converted: Ref | None,
     if converted is None:
         return stream.buffer.at[slot]
     width = memory.tile_columns(stream.buffer.shape, stream.buffer.dtype)
+    row_bytes = memory.tile_columns(converted.shape, converted.dtype) * 2
+    layout = plgpu.Layout.SMEM_GMEM_COPY((worker.plan.config.block_kv, width), converted.dtype, row_bytes)
 
     @pl.loop(0, stream.buffer.shape[-1] // width)
     def _(index: jax.Array) -> None:
         part = pl.ds(pl.multiple_of(index * width, width), width)
-        cached = plgpu.layout_cast(stream.buffer[slot, :, part], plgpu.Layout.WGMMA_UPCAST_4X)
+        cached = plgpu.layout_cast(stream.buffer[slot, :, part], layout)
         converted[0, :, part] = _exactly(cached, converted.dtype)
 
     plgpu.commit_smem()

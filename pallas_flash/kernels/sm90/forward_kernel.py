@@ -177,13 +177,13 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
         shift = m.max(axis=1)
     else:
         m = jnp.maximum(m, state.stats.m)
-        rescale = _must_rescale(plan, m, state.stats.shift)
+        rescale = tensor_cores.any(softmax.ahead(m, state.stats.shift, units) > plan.config.rescale_threshold)
         shift = lax.cond(rescale, lambda: m.max(axis=1), lambda: state.stats.shift)
         tensor_cores.wait(0)
         _note_readers_of_junk(worker, step - 1, last)
         plgpu.barrier_arrive(barriers.v.consumed.at[last])
         log2_alpha = units.log2(state.stats.shift - shift)
-        out, sums = _rescaled(rescale, log2_alpha, tensor_cores.load(acc, pending=0), state.stats.l)
+        out, sums = softmax.rescaled(rescale, log2_alpha, tensor_cores.load(acc, pending=0), state.stats.l)
         tensor_cores.store(acc, out)
     p = softmax.probabilities(scores, shift, units)
     added = softmax.fold(jnp.add, p)
@@ -250,25 +250,6 @@ def _finish(plan: Plan, work: Work, stats: softmax.RowStatistics) -> softmax.Fin
             final = final._replace(m=jnp.maximum(final.m, work.sink))
     keep = 1 - plan.spec.dropout_rate
     return final if keep == 1 else final._replace(normalizer=final.normalizer / keep)
-
-
-def _must_rescale(plan: Plan, m: jax.Array, shift: jax.Array) -> jax.Array:
-    """Whether some maximum has run ahead of its row's shift by more than the threshold."""
-    ahead = plan.units.log2(m - softmax.rows_like(shift, m))
-    return plan.tensor_cores.any(ahead > plan.config.rescale_threshold)
-
-
-def _rescaled(
-    rescale: jax.Array, log2_alpha: jax.Array, out: jax.Array, sums: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """What was summed up under the old shift, under the new one."""
-
-    def scaled(*values: jax.Array) -> tuple[jax.Array, ...]:
-        alpha = jnp.exp2(log2_alpha)
-        return tuple(value * softmax.rows_like(alpha, value) for value in values)
-
-    out, sums = lax.cond(rescale, scaled, lambda *values: values, out, sums)
-    return out, sums
 
 
 def _store_tile(
