@@ -68,6 +68,7 @@ def load(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), target, *[_SCALAR] * 5))
     def copy(ctx: Any, source: Any, target: Any, barriers: Any, slot: Any, *at: Any) -> None:
+        utils.warpgroup_barrier()  # as Pallas' own copies: what read the buffer before has ended
         barrier = _barrier(barriers, slot)
         leader = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
         # Under Pallas every thread of the warpgroup arrives: each expects its share.

@@ -59,7 +59,7 @@ class DecodeConfig:
         return max(filling, keys // max(self.keys_per_split, KEYS_PER_ROW * rows), 1)
 
     def shared_bytes(self, head_dims: tuple[int, int], dtype: Any, cache_dtype: Any) -> int:
-        """What a CTA needs. A cache in 8 bits is converted to a block in the queries' dtype."""
+        """What a CTA needs. A block of a cache in 8 bits is converted to 16."""
         head_dim, value_head_dim = head_dims
         k, v = (self.block_kv * dim * np.dtype(cache_dtype).itemsize for dim in head_dims)
         buffers = [ROWS * head_dim * np.dtype(dtype).itemsize, self.k_stages * k, self.v_stages * v]

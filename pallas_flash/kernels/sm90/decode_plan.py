@@ -51,7 +51,7 @@ class Buffers(NamedTuple):
     q: Ref  # [1, ROWS, H]
     k: Ref  # [k_stages, block_kv, H], as in the cache
     v: Ref  # [v_stages, block_kv, Hv]
-    k_converted: Ref | None  # [1, block_kv, H] in q's dtype; None: the cache is in it
+    k_converted: Ref | None  # [1, block_kv, H] in q's dtype; None: the cache is in 16 bits
     v_converted: Ref | None  # likewise of v, in weights_dtype
     scales: Ref | None  # [2, THREADS]: of a block of keys, and of one of values; None: the cache has none
     junk: junk.Junk | None  # of a block of values; None: values in 8-bit integers have none
