@@ -126,13 +126,19 @@ def _check_name(name: str | None, table: tuple[Entry[Any], ...]) -> None:
         raise ValueError(f"implementation must be None or one of {', '.join(names(table))}, not {name!r}")
 
 
+def device_obstacle(entry: Entry[Any], capability: tuple[int, int] | None) -> str | None:
+    """Why an implementation does not run on an NVIDIA GPU of this capability, or (None) on anything else."""
+    if entry.capability is None:
+        return None
+    lowest, beyond = entry.capability
+    if capability is not None and lowest <= capability and (beyond is None or capability < beyond):
+        return None
+    below = "" if beyond is None else f" and < {_version(beyond)}"
+    return f"needs an NVIDIA GPU of compute capability >= {_version(lowest)}{below}"
+
+
 def _obstacle(entry: Entry[Any], spec: Any, operands: Any, capability: tuple[int, int] | None) -> str | None:
-    if entry.capability is not None:
-        lowest, beyond = entry.capability
-        if capability is None or capability < lowest or (beyond is not None and capability >= beyond):
-            below = "" if beyond is None else f" and < {_version(beyond)}"
-            return f"needs an NVIDIA GPU of compute capability >= {_version(lowest)}{below}"
-    return entry.implementation.unsupported(spec, operands)
+    return device_obstacle(entry, capability) or entry.implementation.unsupported(spec, operands)
 
 
 def choose[I: Candidate](spec: Any, operands: Any, name: str | None, table: tuple[Entry[I], ...]) -> Choice[I]:

@@ -111,8 +111,8 @@ def verdict(implementation: Implementation, changes: dict[str, Any]) -> str:
 def devices(entry: dispatch.Entry[Any]) -> str:
     if entry.capability is None:
         return "every device"
-    (low, low_minor), (high, high_minor) = entry.capability
-    return f"NVIDIA GPUs, {low}.{low_minor} <= compute capability < {high}.{high_minor}"
+    lowest, beyond = (None if bound is None else ".".join(map(str, bound)) for bound in entry.capability)
+    return f"NVIDIA GPUs, {lowest} <= compute capability" + ("" if beyond is None else f" < {beyond}")
 
 
 def row(*cells: str) -> str:

@@ -35,7 +35,6 @@ FORWARD = {
     "causal, grouped heads": LARGE,
     "no turns, different head dims, one query": HELD,
     "window, dead rows, a sink of -inf": SMALL,
-    "traced scale < 0 and offsets, prefix, chunks, query lengths": HELD,
     "everything": LARGE,
 }
 BACKWARD = {
@@ -43,11 +42,10 @@ BACKWARD = {
     "two kernels: window, dead rows, traced scale, a bias of queries": Configs(
         QueriesConfig(block_q=128, block_kv=32, num_stages=1), KeysConfig(block_kv=128, block_q=32)
     ),
-    "two kernels: soft cap, dropout, segments, a bias of keys": Configs(QueriesConfig(), KeysConfig(num_stages=1)),
     "two kernels: shared keys, cut-off keys, a bias that heads share": Configs(
         QueriesConfig(block_kv=32), KeysConfig(block_q=32, apart=True)
     ),
-    "shared keys: score_mod, soft cap, segments, dropout": Configs(QueriesConfig(num_stages=1), KeysConfig(block_q=32)),
+    "shared keys: score_mod, soft cap, segments, dropout": Configs(QueriesConfig(), KeysConfig(num_stages=1)),
 }
 
 

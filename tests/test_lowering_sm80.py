@@ -99,7 +99,7 @@ def test_every_case_has_tiles_that_fit(monkeypatch, capability):
         assert sm80.unsupported(AttentionSpec(0.1), operands_of(dims)) is None
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [(8, 0), (12, 0)])  # between 8.0 and 8.9 Mosaic sees no difference
 def test_it_lowers_for(lower_for, architecture):
     """With what needs the most of an architecture: vectors, votes, additions in device memory, junk in values."""
     lower_for(architecture)
@@ -111,8 +111,11 @@ def test_it_lowers_for(lower_for, architecture):
     lower_both(spec, operands_of((72, 128), 300, 300, bias=bias, mask=((), ids), scale=scale))
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature_lowers(feature):
+@pytest.mark.parametrize(
+    "feature", ["key lengths", "dense masks", "bias of each query", "slopes", "one query", "different head dims"]
+)
+def test_a_feature_lowers(feature):
+    """What these kernels do themselves; the rest is shared with those for Hopper."""
     lower_both(*FEATURES[feature])
 
 

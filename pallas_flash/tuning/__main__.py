@@ -15,14 +15,14 @@ from pallas_flash.tuning.cache import Case
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     chosen = [kernel for kernel in kernels.TUNED if kernel.table in options.tables]
-    obstacle = kernels.obstacle()
-    if obstacle is not None:
-        print(f"nothing to tune: {obstacle}", file=sys.stderr)
-        return 2
+    obstacles = {kernel.table: kernels.obstacle(kernel) for kernel in chosen}
     for kernel in chosen:
+        if (obstacle := obstacles[kernel.table]) is not None:
+            print(f"{kernel.table}: nothing to tune: {obstacle}", file=sys.stderr)
+            continue
         for case in _cases(kernel.table, options):
             _tune(kernel, case, options)
-    return 0
+    return 2 if all(obstacles.values()) else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -43,15 +43,14 @@ def tuned_configs(spec: AttentionSpec, operands: Operands) -> Configs | None:
     shapes = operands.shapes
     kind = support.mask_class(spec, operands)
     case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, kind)
-    found = [
-        next((config for config in (make(**x) for x in cache.nearest(table, case)) if fits(config, operands)), None)
-        for make, table in ((QueriesConfig, "sm80_backward_queries"), (KeysConfig, "sm80_backward_keys"))
-    ]
+    queries = (QueriesConfig(**entry) for entry in cache.nearest("sm80_backward_queries", case))
+    keys = (KeysConfig(**entry) for entry in cache.nearest("sm80_backward_keys", case))
+    found = [next((config for config in configs if fits(config, operands)), None) for configs in (queries, keys)]
     return None if None in found else Configs(*found)
 
 
 def fits(config: QueriesConfig | KeysConfig, operands: Operands) -> bool:
-    """Whether a call with these tiles fits into registers and shared memory."""
+    """Whether a call with these tiles fits into registers and shared memory, whatever its features."""
     dims = padded_head_dims(operands.shapes, COLUMN_UNIT)
     limit = max_shared_bytes(support.compute_capability())
     shared = config.shared_bytes(dims, operands.q.dtype.itemsize)
