@@ -47,6 +47,7 @@ readme:  ## Write the tables of README.md and docs anew, from the dispatch table
 	@scripts/bootstrap.sh .venv test
 	JAX_PLATFORMS=cpu $(PYTHON) -m scripts.support_table --write
 	JAX_PLATFORMS=cpu $(PYTHON) -m scripts.benchmark_tables --write
+	$(PYTHON) -m scripts.reliability_table --write
 
 clean:  ## Delete the environments and caches
 	rm -rf .venv .venv-oldest .uv .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,11 +1,23 @@
 """The faults, one line each, by id: each is the smallest witness of a kind that must not exist here.
 
 A test says which it settles with `@case("A01")`, here and in the other files of tests/; test_catalogue.py counts them.
-Letters: A rows without keys and junk, B which key is read, C gradients, D numbers, E shapes, F dropout and repeats,
-G transformations, H decoding, I residuals, J memory and speed, K dispatch, errors and versions.
 """
 
 from __future__ import annotations
+
+KINDS: dict[str, str] = {
+    "A": "rows without keys, -inf and junk",
+    "B": "which key may be read",
+    "C": "gradients",
+    "D": "numbers, dtypes, scale",
+    "E": "shapes, tiles, index width",
+    "F": "dropout and determinism",
+    "G": "transformations",
+    "H": "decoding, caches, pages",
+    "I": "residuals",
+    "J": "memory and speed",
+    "K": "dispatch, errors, versions",
+}
 
 CASES: dict[str, str] = {
     "A01": "a row without keys makes 0 * NaN in the gradients of all others",

@@ -40,3 +40,10 @@ def test_every_case_has_a_test_or_a_reason() -> None:
 def test_the_count_reads_decorators() -> None:
     source = '@case("A01", "B02")\ndef test_one(): ...\n@pytest.mark.case("A01")\ndef test_two(): ...\ncase("C01")'
     assert settled(source) == {"A01": ["test_one", "test_two"], "B02": ["test_one"]}
+
+
+def test_the_documents_table_is_up_to_date() -> None:
+    from scripts import reliability_table  # which counts with this module
+
+    document = (TESTS.parent / "docs" / "reliability.md").read_text()
+    assert reliability_table.with_table(document) == document, "make readme"

@@ -22,7 +22,9 @@ LENGTHS = ((1, 1), (1, 64), (65, 1), (5, 7), (17, 17), (16, 33), (40, 37), (63, 
 HEADS = ((1, 1), (2, 1), (6, 3), (4, 4), (12, 2))  # query heads, key heads
 DIMS = ((8, 8), (7, 4), (16, 24), (1, 1), (40, 16))
 DTYPES = ("float32", "bfloat16", "float16")
+# Of the compiled kernels, whose tiles are larger; of their interpreter, where each tile of each head takes a second.
 KERNEL_LENGTHS = ((1, 1), (1, 130), (5, 7), (64, 64), (100, 133), (130, 70), (144, 200))
+INTERPRETED_LENGTHS, INTERPRETED_HEADS = ((1, 1), (5, 7), (1, 130), (65, 64), (70, 133)), ((1, 1), (2, 1))
 
 # How often each is drawn: those that compile a program of their own cost most.
 TRANSFORMATIONS = {
@@ -72,9 +74,10 @@ def draw(rng: np.random.Generator, implementation: str, like: Case | None) -> Ca
     pick = lambda options: options[rng.integers(len(options))]  # noqa: E731
     kernels = implementation not in ("reference", "xla")
     if like is None:
-        lengths = pick(KERNEL_LENGTHS if kernels else LENGTHS)
-        dtype = pick(DTYPES[1:] if kernels else DTYPES)
-        sizes = {"batch": int(rng.integers(1, 4)), "lengths": lengths, "heads": pick(HEADS), "dims": pick(DIMS)}
+        interpreted = implementation == "interpreted"
+        lengths = pick(INTERPRETED_LENGTHS if interpreted else KERNEL_LENGTHS if kernels else LENGTHS)
+        dtype, heads = pick(DTYPES[1:] if kernels else DTYPES), pick(INTERPRETED_HEADS if interpreted else HEADS)
+        sizes = {"batch": int(rng.integers(1, 4)), "lengths": lengths, "heads": heads, "dims": pick(DIMS)}
     else:
         sizes = {name: getattr(like, name) for name in ("batch", "lengths", "heads", "dims")}
         dtype = like.dtype

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from tests.conftest import CPU_IMPLEMENTATIONS
 from tests.fuzz import run
 from tests.fuzz.case import DIMS, HEADS, Case, belongs, draw
 
-ALIKE = 80  # cases in a row of one size
+ALIKE = 80  # cases in a row of one size, run operation by operation
 CLEAR_EVERY = 800  # cases: compiled programs take memory
 SHRINKING_SECONDS = 120.0
 
@@ -49,7 +50,7 @@ def cases(seed: int, implementations: tuple[str, ...], like: Case | None = None)
     while True:
         for implementation in implementations:
             last = like
-            for _ in range(ALIKE):
+            for _ in range(ALIKE if implementation in CPU_IMPLEMENTATIONS else 1):
                 last = draw(rng, implementation, last)
                 yield last
 

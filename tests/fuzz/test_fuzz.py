@@ -8,7 +8,7 @@ from tests.fuzz import run
 from tests.fuzz.case import OPTIONS, TRANSFORMATIONS, Case, draw
 from tests.fuzz.search import cases, search
 
-SECONDS = 10
+SECONDS = 6
 SMALL = Case("xla", 5, 2, (5, 7), (6, 3), (8, 6), "float32", {"is_causal": True, "junk": "nan"})
 
 
