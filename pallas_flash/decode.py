@@ -13,6 +13,7 @@ from pallas_flash.combine import Partial
 from pallas_flash.decode_spec import DecodeImplementation, DecodeOperands, DecodeSpec
 from pallas_flash.decode_validation import DecodeArguments, DecodeCall, canonicalise
 from pallas_flash.spec import Array
+from pallas_flash.validation import require
 
 
 def flash_decode(
@@ -127,6 +128,7 @@ def paged_flash_decode(
       >>> paged_flash_decode(query, keys, values, table, jnp.array([20, 5])).shape
       (2, 1, 8, 64)
     """
+    require(page_table is not None, "page_table", page_table, "of shape [*B, max_pages]")
     options = dict(locals())
     query, key, value = (options.pop(name) for name in ("query", "key_pages", "value_pages"))
     del options["implementation"]

@@ -75,8 +75,8 @@ def canonicalise(arguments: DecodeArguments) -> DecodeCall:
         isinstance(arguments.return_residual, bool | np.bool_), "return_residual", arguments.return_residual, "a bool"
     )
     static_scale, scale = checked_scale(arguments.scale, q)
-    axes = varying_axes((q, k, v))
-    score_mod, captures = traced_score_mod(arguments.score_mod, accumulator_dtype(q.dtype), axes)
+    dtype = accumulator_dtype(q.dtype)
+    score_mod, captures = traced_score_mod(arguments.score_mod, dtype, varying_axes((q, k, v)))
     spec = DecodeSpec(
         scale=static_scale,
         window=_window(arguments.local_window_size),
@@ -92,11 +92,9 @@ def canonicalise(arguments: DecodeArguments) -> DecodeCall:
         q.reshape(sizes.batch, *q.shape[-3:]),
         k,
         v,
-        _lengths("kv_lengths", arguments.kv_lengths, sizes, sizes.kv_len),
+        _kv_lengths(arguments.kv_lengths, sizes),
         page_table=table,
-        q_lengths=None
-        if arguments.query_lengths is None
-        else per_batch("query_lengths", arguments.query_lengths, sizes, 0, sizes.q_len),
+        q_lengths=_query_lengths(arguments.query_lengths, sizes),
         k_scale=k_scale,
         v_scale=v_scale,
         sinks=checked_sinks(arguments.sinks, sizes),
@@ -147,12 +145,16 @@ def page_table_of(page_table: Any, lead: tuple[int, ...], beside: str) -> Array:
     return table.reshape(math.prod(lead), table.shape[-1])
 
 
-def _lengths(name: str, lengths: Any, sizes: Sizes, capacity: int) -> Array:
+def _kv_lengths(lengths: Any, sizes: Sizes) -> Array:
     """int32 [B]. What is int32 already passes as it is: clamping it would be a program of its own on a GPU."""
-    array = masks.integers(name, lengths)
+    array = masks.integers("kv_lengths", lengths)
     if array.dtype == np.int32 and array.shape == sizes.lead:
         return jnp.asarray(array).reshape(sizes.batch)
-    return per_batch(name, array, sizes, 0, capacity)
+    return per_batch("kv_lengths", array, sizes, 0, sizes.kv_len)
+
+
+def _query_lengths(lengths: Any, sizes: Sizes) -> Array | None:
+    return None if lengths is None else per_batch("query_lengths", lengths, sizes, 0, sizes.q_len)
 
 
 def _window(window: Any) -> int | None:

@@ -48,17 +48,16 @@ def decode(spec: DecodeSpec, operands: DecodeOperands) -> Partial:
 
 
 class Call(NamedTuple):
-    """One block of query rows, prepared: heads come before rows; how the cache is cut into chunks."""
+    """One block of query rows, prepared: heads come before rows; how the cache is cut into chunks, from `start` (a
+    multiple of the page size; [] where all sequences begin at the same row) up to `end`."""
 
     spec: AttentionSpec
     window: int | None
     operands: DecodeOperands
     q: Array  # [B, N, T, H]
     offset: Array  # int32 [B], the position of query row 0
-    start: (
-        Array  # int32 [B], or [] where all begin at the same row: a multiple of the page size, from where on keys count
-    )
-    end: Array  # int32 [B], up to where
+    start: Array  # int32 [B] or []
+    end: Array  # int32 [B]
     chunk: int  # rows
 
 
@@ -148,8 +147,9 @@ def _rows(call: Call, array: Array, first: Array) -> Array:
     if table is not None:
         page_size = call.operands.k.shape[1]
         pages = jnp.clip(_slice(table, first // page_size, call.chunk // page_size), 0, array.shape[0] - 1)
-        array = jnp.broadcast_to(array[pages], (*pages.shape, page_size, *array.shape[2:]))
-        return array.reshape(pages.shape[0], call.chunk, *array.shape[3:])
+        found = array.at[pages].get(mode="promise_in_bounds")
+        found = jnp.broadcast_to(found, (*pages.shape, page_size, *array.shape[2:]))
+        return found.reshape(pages.shape[0], call.chunk, *array.shape[2:])
     return array if array.shape[1] == 1 else _slice(array, first, call.chunk)
 
 

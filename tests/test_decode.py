@@ -51,6 +51,28 @@ def test_matches_the_formulas(feature: str, layout: str) -> None:
     check(random_call(sizes, **options), layout)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_any_combination(seed: int) -> None:
+    """Each feature with probability a half, in one layout or the other."""
+    rng = np.random.default_rng(seed)
+    flip, pick = (lambda: rng.random() < 0.5), lambda *values: values[rng.integers(len(values))]
+    q_len = pick(1, 3, 5)
+    options: dict[str, Any] = {"kv_lengths": rng.integers(-2, 45, 4).astype(np.int32)}
+    if flip():
+        options["local_window_size"] = pick(0, 1, 6, 30)
+    if flip():
+        options["query_lengths"] = rng.integers(0, q_len + 1, 4).astype(np.int32)
+    if flip():
+        options["sinks"] = SINKS
+    if flip():
+        options["logits_soft_cap"] = pick(0.7, 5.0)
+    if flip():
+        options["score_mod"] = pick(FEATURES["score_mod"]["score_mod"], lambda s, b, h, i, j: s * (1 + (i - j) % 3))
+    if flip():
+        options["scale"] = pick(0.3, np.float32(-0.4))
+    check(random_call(Sizes(q_len), seed=seed, dtype=pick(np.float32, jnp.bfloat16), **options), pick(*LAYOUTS))
+
+
 def test_the_check_finds_a_shifted_position() -> None:
     call = random_call()
     out, _ = decode(call)
