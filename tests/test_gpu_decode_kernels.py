@@ -46,7 +46,7 @@ CALLS = {
     },
     "chunked prefill": (SPEC, of((2, 300, 2048, 8, 2, 128, 128), [2000, 300], pages=64)),
     **{
-        f"{cache.__name__}, {dtype.__name__}, scales {scales}, pages {pages}, {head_dims}": (
+        f"{jnp.dtype(cache)}, {jnp.dtype(dtype)}, scales {scales}, pages {pages}, {head_dims}": (
             SPEC, of((4, 2, 4096, 16, 4, *head_dims), LONG, dtype, cache, scales, pages),
         )
         for cache, dtype, scales, pages, head_dims in (

@@ -78,8 +78,8 @@ FEATURES = {
         DecodeSpec(0.1, score_mod=ALIBI),
         operands_of(q_len=3, q_lengths=SHAPE((2,), jnp.int32), score_mod=CAPTURED),
     ),
-    "chunked prefill from pages of 16": (SPEC, operands_of(q_len=500, pages=16)),
-    "pages of 24, head dims that are no multiple of 16": (SPEC, operands_of((72, 40), kv_len=2400, pages=24)),
+    "chunked prefill from pages of 24": (SPEC, operands_of(q_len=500, kv_len=2400, pages=24)),
+    "pages of 32, head dims that are no multiple of 16": (SPEC, operands_of((72, 40), pages=32)),
     "pages of 256": (SPEC, operands_of(pages=256)),
     "int8, a scale for each sequence, float16": (
         SPEC, operands_of(cache=jnp.int8, scales=False, dtype=jnp.float16),
