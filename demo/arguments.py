@@ -91,10 +91,10 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     add = parser.add_argument_group(
         "one process of several (the same command for each, on a shared file system)"
     ).add_argument
-    add("--coordinator", metavar="HOST:PORT", help="where process 0 waits for the others (jax.distributed)")
-    add("--num-processes", type=count(MAX_DEVICES), metavar="P", help="how many there are")
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 waits for the others (jax.distributed; no default)")
+    add("--num-processes", type=count(MAX_DEVICES), metavar="P", help="how many there are (default: this one alone)")
     add("--process-id", type=number(int, 0, MAX_DEVICES, "a whole number of at least 0"), metavar="I",
-        help="which one this is, from 0")  # fmt: skip
+        help="which one this is, from 0 (no default)")  # fmt: skip
     return parser
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ from demo.arguments import build_parser
 from demo.job import prepare
 from demo.options import make_run, with_defaults
 from demo.parallel import Layout, Processes
-from demo.training import Run
+from demo.training import Checkpoints, Run, TrainState
 from models.config import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -41,21 +42,28 @@ def run_of(devices: int, kind: str, implementation: str = "flash") -> Run:
     return make_run(options, tasks.make_task("recall", 16), implementation)
 
 
-def losses(run: Run) -> np.ndarray:
+def trained(run: Run) -> TrainState:
     program, state = run.compile_step(run.batch_size, run.task.seq_len), run.start()
     for step in range(run.steps):
         state = program(state, run.place(run.task.train_batch(run.seed, step, run.batch_size)))
-    if run.layout.data > 1:
-        table = state.params["embedding"]["embedding"]
-        assert table.addressable_shards[0].data.size * run.layout.data == table.size
-    return np.asarray(state.losses)
+    return state
 
 
-def test_losses_are_those_of_one_device() -> None:
+def test_losses_are_those_of_one_device(tmp_path: Path) -> None:
     """Five sequences over two pairs of devices: one that counts for nothing fills the batch up."""
-    want = losses(run_of(1, "data"))
+    want = trained(run_of(1, "data")).losses
     assert np.isfinite(want).all()
-    np.testing.assert_allclose(losses(run_of(4, "both")), want, rtol=1e-5)
+    run = run_of(4, "both")
+    state = trained(run)
+    np.testing.assert_allclose(state.losses, want, rtol=1e-5)
+    for table in (state.params["embedding"]["embedding"], state.optimizer[1][0].mu["embedding"]["embedding"]):
+        assert table.addressable_shards[0].data.size * run.layout.data == table.size
+    with closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(state)
+        restored = checkpoints.restore(run.start())
+    for got, saved in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert got.sharding == saved.sharding
+        np.testing.assert_array_equal(got, saved)
 
 
 def test_layouts() -> None:
