@@ -33,8 +33,7 @@ HELD = ForwardConfig(block_q=64, num_stages=3, q_in_registers=True)
 # Of the cases of the Hopper kernels, those that reach a path of their own here.
 FORWARD = {
     "causal, grouped heads": LARGE,
-    "no turns, different head dims, one query": HELD,
-    "window, dead rows, a sink of -inf": SMALL,
+    "window, dead rows, a sink of -inf": HELD,
     "everything": LARGE,
 }
 BACKWARD = {
@@ -43,9 +42,8 @@ BACKWARD = {
         QueriesConfig(block_q=128, block_kv=32, num_stages=1), KeysConfig(block_kv=128, block_q=32)
     ),
     "two kernels: shared keys, cut-off keys, a bias that heads share": Configs(
-        QueriesConfig(block_kv=32), KeysConfig(block_q=32, apart=True)
+        QueriesConfig(block_kv=32), KeysConfig(num_stages=1, apart=True)
     ),
-    "shared keys: score_mod, soft cap, segments, dropout": Configs(QueriesConfig(), KeysConfig(num_stages=1)),
 }
 
 
