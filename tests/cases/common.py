@@ -16,7 +16,9 @@ also_interpreted = pytest.mark.also_interpreted
 not_reference = pytest.mark.not_reference  # sizes of their own cost a second to compile, and are tiles' affair
 
 KERNELS = ("sm90",)  # in bfloat16, on a GPU
-KERNEL_FACTOR = 3.0  # as tests/test_gpu.py: the kernels' delta comes from the rounded output
+# Of the budget, as in tests/test_gpu.py: the kernels' delta comes from the rounded output; and of what rounding alone
+# fills: their exponentials are the hardware's.
+KERNEL_FACTOR, KERNEL_SLACK = 3.0, 8.0
 
 
 def implementations_of(test: Any) -> list[Any]:
@@ -44,11 +46,8 @@ def on_cpu(implementation: str) -> bool:
 
 def check(call: Call, implementation: str, *, seed: int = 0, jit: bool = False) -> Outputs:
     """Forward and backward for random cotangents, within the error budget of plain attention in the same dtype."""
-    return conftest.check(call, implementation, seed=seed, jit=jit, factor=factor_of(implementation))
-
-
-def factor_of(implementation: str) -> float:
-    return 2.0 if on_cpu(implementation) else KERNEL_FACTOR
+    factor, slack = (2.0, 1.0) if on_cpu(implementation) else (KERNEL_FACTOR, KERNEL_SLACK)
+    return conftest.check(call, implementation, seed=seed, jit=jit, factor=factor, slack=slack)
 
 
 def evaluate(

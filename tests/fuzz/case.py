@@ -17,7 +17,6 @@ import numpy as np
 from tests import oracles
 from tests.conftest import Call, dropout_keep, inputs, op_by_op
 
-# A call per row keeps the operations of a few calls in a row alike, so that running them one by one compiles little.
 LENGTHS = ((1, 1), (1, 64), (65, 1), (5, 7), (17, 17), (16, 33), (40, 37), (63, 65), (64, 63), (70, 70))
 HEADS = ((1, 1), (2, 1), (6, 3), (4, 4), (12, 2))  # query heads, key heads
 DIMS = ((8, 8), (7, 4), (16, 24), (1, 1), (40, 16))
@@ -30,7 +29,7 @@ INTERPRETED_LENGTHS, INTERPRETED_HEADS = ((1, 1), (5, 7), (1, 130), (65, 64), (7
 TRANSFORMATIONS = {
     "none": 8, "vmap": 3, "grad of vmap": 3, "batch dimensions": 2, "jit": 1, "scan": 1, "remat": 1, "shard_map": 1,
 }  # fmt: skip
-KERNEL_TRANSFORMATIONS = {"jit": 5, "vmap": 1, "grad of vmap": 1, "scan": 1}  # interpreted: no remat, no shards
+KERNEL_TRANSFORMATIONS = {"jit": 5, "vmap": 1, "grad of vmap": 1, "scan": 1, "remat": 1, "batch dimensions": 1}
 LOCAL_PLACES = ("rate", "predicate", "score_mod")  # what sees batch and head, which shard_map counts anew in each shard
 
 # Functions that NumPy evaluates on arrays and JAX on scalars alike; with the derivative of each score_mod.
@@ -87,6 +86,8 @@ def draw(rng: np.random.Generator, implementation: str, like: Case | None) -> Ca
         options.pop("loud", None)
     case = dataclasses.replace(case, options=options)
     weights = KERNEL_TRANSFORMATIONS if kernels else TRANSFORMATIONS
+    if implementation == "interpreted":  # the interpreter's callbacks cannot be in a remat
+        weights = {name: weight for name, weight in weights.items() if name != "remat"}
     transformation = pick([name for name, weight in weights.items() for _ in range(weight)])
     return with_transformation(rng, case, transformation)
 
