@@ -59,7 +59,12 @@ TABLE: tuple[Entry[Implementation], ...] = (
     Entry(reference, "the meaning, at O(T S) memory: only by name", automatic=False),
 )
 DECODE_TABLE: tuple[Entry[DecodeImplementation], ...] = (
-    Entry(sm90_decode, "fused kernels that split the keys, for Hopper GPUs", capability=((9, 0), (10, 0))),
+    Entry(
+        sm90_decode,
+        "fused kernels that split the keys, for Hopper GPUs: only by name, until they have run on one",
+        capability=((9, 0), (10, 0)),
+        automatic=False,
+    ),
     Entry(xla_decode, "runs on every device and takes every call; memory linear in the cache's length"),
 )
 
