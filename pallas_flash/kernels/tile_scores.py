@@ -36,9 +36,10 @@ class ScoreOperands(NamedTuple):
 
 
 class ScoreArrays(NamedTuple):
-    """What scores depend on beside q, k and scale: these as in `spec.Operands`, with all arrays that score_mod and
-    predicates read, those that they captured under `jit` included."""
+    """What scores depend on beside q and k, in device memory: these as in `spec.Operands`, with all arrays that
+    score_mod and predicates read, those that they captured under `jit` included."""
 
+    scale: Any  # [1]
     q_offset: Any
     score_mod: tuple[Any, ...]
     bias: Any
@@ -47,30 +48,38 @@ class ScoreArrays(NamedTuple):
     kv_offset: Any
     origin: Any
 
+    def q_offset_of(self, spec: AttentionSpec, batch: Any) -> Any:
+        return spec.q_offset if self.q_offset is None else self.q_offset[batch]
+
+    def of(self, spec: AttentionSpec, batch: Any) -> ScoreOperands:
+        """For one batch element, in a kernel."""
+        of_batch = lambda part, arrays: tuple(x[batch] for x in arrays) if part.uses_batch else arrays  # noqa: E731
+        key = self.dropout_key
+        return ScoreOperands(
+            scale=spec.scale if self.scale is None else self.scale[0],
+            score_mod=self.score_mod,
+            bias=self.bias,
+            mask=tuple(map(of_batch, spec.mask, self.mask)),
+            dropout_key=None if key is None else (key[0], key[1]),
+            kv_offset=spec.kv_offset if self.kv_offset is None else self.kv_offset[batch],
+            origin=None if self.origin is None else (self.origin[0], self.origin[1]),
+        )
+
 
 def score_arrays(spec: AttentionSpec, operands: Operands) -> ScoreArrays:
-    """Of a call, in the order in which the kernels' `Inputs` have them."""
+    """Of a call."""
     parts = zip(spec.mask, operands.mask, strict=True)
     of_part = lambda part, arrays: (  # noqa: E731
         tile_function.operands(part.function, arrays) if isinstance(part, masks.Predicate) else arrays
     )
-    score_mod = () if spec.score_mod is None else tile_function.operands(spec.score_mod, operands.score_mod)
     found = {name: getattr(operands, name) for name in ScoreArrays._fields}
-    return ScoreArrays(**found | {"score_mod": score_mod, "mask": tuple(of_part(*part) for part in parts)})
-
-
-def score_operands(spec: AttentionSpec, inputs: Any, batch: Any) -> ScoreOperands:
-    """For one batch element. inputs: the references of a kernel, under the names of `spec.Operands`; scale is [1]."""
-    of_batch = lambda part, arrays: tuple(x[batch] for x in arrays) if part.uses_batch else arrays  # noqa: E731
-    key = inputs.dropout_key
-    return ScoreOperands(
-        scale=spec.scale if inputs.scale is None else inputs.scale[0],
-        score_mod=inputs.score_mod,
-        bias=inputs.bias,
-        mask=tuple(map(of_batch, spec.mask, inputs.mask)),
-        dropout_key=None if key is None else (key[0], key[1]),
-        kv_offset=spec.kv_offset if inputs.kv_offset is None else inputs.kv_offset[batch],
-        origin=None if inputs.origin is None else (inputs.origin[0], inputs.origin[1]),
+    return ScoreArrays(
+        **found
+        | {
+            "scale": None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32),
+            "score_mod": () if spec.score_mod is None else tile_function.operands(spec.score_mod, operands.score_mod),
+            "mask": tuple(of_part(*part) for part in parts),
+        }
     )
 
 

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from pallas_flash.kernels import tile_scores
 from pallas_flash.kernels.backward_rows import Rows
 from pallas_flash.kernels.sm80.config import KeysConfig, QueriesConfig
 from pallas_flash.kernels.sm80.instructions import Instructions
-from pallas_flash.kernels.tile_scores import ScoreOperands
+from pallas_flash.kernels.tile_scores import ScoreArrays, ScoreOperands
 from pallas_flash.spec import AttentionSpec, Operands, Shapes
 
 Ref = Any
@@ -28,14 +27,7 @@ class Inputs(NamedTuple):
     v: Ref
     dout: Ref
     rows: Rows
-    scale: Ref | None  # [1]
-    q_offset: Ref | None  # [B]
-    score_mod: tuple[Ref, ...]  # these as in spec.Operands
-    bias: Ref | None
-    mask: tuple[tuple[Ref, ...], ...]
-    dropout_key: Ref | None
-    kv_offset: Ref | None
-    origin: Ref | None
+    scores: ScoreArrays
     dscale: Ref | None  # float32 [B, N, T rounded up], zero at first: the sums of q * dq along each row, without scale
     dbias: Ref | None  # float32, zero at first: as `TileScores.add_bias_gradient` wants it
 
@@ -52,8 +44,7 @@ class Arrays(NamedTuple):
 
 
 def inputs(spec: AttentionSpec, operands: Operands, arrays: Arrays, *, dscale: Any = None, dbias: Any = None) -> Inputs:
-    scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
-    return Inputs(*arrays, scale, *tile_scores.score_arrays(spec, operands), dscale, dbias)
+    return Inputs(*arrays, tile_scores.score_arrays(spec, operands), dscale, dbias)
 
 
 class Work(NamedTuple):
@@ -66,8 +57,8 @@ class Work(NamedTuple):
 
 
 def work_of(plan: Plan, inputs: Inputs, item: Any, q_base: jax.Array | None = None) -> Work:
-    q_offset = plan.spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch]
-    return Work(item, q_base, q_offset, tile_scores.score_operands(plan.spec, inputs, item.batch))
+    q_offset = inputs.scores.q_offset_of(plan.spec, item.batch)
+    return Work(item, q_base, q_offset, inputs.scores.of(plan.spec, item.batch))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,9 +40,8 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
     instructions = Compiled() if interpret is None else Interpreted()
     plan = Plan(spec, held, q.dtype, config, instructions, operands.bias is not None)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
-    scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     sinks = None if operands.sinks is None else operands.sinks.astype(jnp.float32)
-    more = tile_scores.score_arrays(spec, operands)
+    scores = tile_scores.score_arrays(spec, operands)
     row_type = jax.ShapeDtypeStruct((shapes.batch, shapes.num_q_heads, q.shape[1]), jnp.float32)
     out_type = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
     kernel = plgpu.kernel(
@@ -55,7 +54,7 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
         interpret=interpret,
         kernel_name="flash_attention_forward_sm80",
     )
-    ((out, m, row_sum),) = kernel(Inputs(work, q, k, v, scale, sinks, *more))
+    ((out, m, row_sum),) = kernel(Inputs(work, q, k, v, sinks, scores))
     queries = slice(shapes.q_len)
     m = m[..., queries]
     max_logit = None
@@ -88,8 +87,8 @@ def _work(plan: Plan, inputs: Inputs) -> Work:
         item=item,
         q_base=item.qi * plan.config.block_q,
         sink=None if inputs.sinks is None else inputs.sinks[item.head],
-        q_offset=plan.spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch],
-        scores=tile_scores.score_operands(plan.spec, inputs, item.batch),
+        q_offset=inputs.scores.q_offset_of(plan.spec, item.batch),
+        scores=inputs.scores.of(plan.spec, item.batch),
     )
 
 

@@ -12,7 +12,7 @@ from pallas_flash.kernels import junk, memory, softmax
 from pallas_flash.kernels.schedule import WorkItem
 from pallas_flash.kernels.sm80.config import ForwardConfig
 from pallas_flash.kernels.sm80.instructions import Instructions
-from pallas_flash.kernels.tile_scores import ScoreOperands
+from pallas_flash.kernels.tile_scores import ScoreArrays, ScoreOperands
 from pallas_flash.spec import AttentionSpec, Residuals, Shapes
 
 Ref = Any
@@ -25,15 +25,8 @@ class Inputs(NamedTuple):
     q: Ref
     k: Ref
     v: Ref
-    scale: Ref | None  # [1]
     sinks: Ref | None  # [N]
-    q_offset: Ref | None  # [B]
-    score_mod: tuple[Ref, ...]  # these as in spec.Operands
-    bias: Ref | None
-    mask: tuple[tuple[Ref, ...], ...]
-    dropout_key: Ref | None
-    kv_offset: Ref | None
-    origin: Ref | None
+    scores: ScoreArrays
 
 
 class Buffers(NamedTuple):

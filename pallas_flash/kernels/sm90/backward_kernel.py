@@ -72,8 +72,7 @@ def run(
     held = shapes._replace(q_len=q.shape[1], head_dim=head_dim, value_head_dim=value_head_dim)
     plan = Plan(spec, held, q.dtype, config, tensor_cores, interpret is not None, rows.m is not None, sums_dq)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
-    scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
-    more = tile_scores.score_arrays(spec, operands)
+    scores = tile_scores.score_arrays(spec, operands)
     dq_ref = jax.new_ref(jnp.zeros((plan.dq_slices * q.shape[0], *q.shape[1:]), jnp.float32)) if sums_dq else None
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),
@@ -88,7 +87,7 @@ def run(
         interpret=interpret,
         kernel_name="flash_attention_backward_sm90",
     )
-    ((dk, dv),) = kernel(Inputs(work, q, k, v, dout, rows, scale, *more, dq_ref, dbias))
+    ((dk, dv),) = kernel(Inputs(work, q, k, v, dout, rows, scores, dq_ref, dbias))
     dq = None
     if dq_ref is not None:
         dq = jax.freeze(dq_ref).reshape(plan.dq_slices, *q.shape)
@@ -232,8 +231,8 @@ def _work(plan: Plan, inputs: Inputs, item: WorkItem) -> Work:
     spec = plan.spec
     return Work(
         item=item,
-        q_offset=spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch],
-        scores=tile_scores.score_operands(spec, inputs, item.batch),
+        q_offset=inputs.scores.q_offset_of(spec, item.batch),
+        scores=inputs.scores.of(spec, item.batch),
     )
 
 

@@ -15,7 +15,7 @@ from pallas_flash.kernels import matmul, memory
 from pallas_flash.kernels.backward_rows import Rows
 from pallas_flash.kernels.backward_schedule import WorkItem
 from pallas_flash.kernels.sm90.backward_config import BLOCK, COMPUTE_WGS, BackwardConfig
-from pallas_flash.kernels.tile_scores import ScoreOperands
+from pallas_flash.kernels.tile_scores import ScoreArrays, ScoreOperands
 from pallas_flash.spec import AttentionSpec, Shapes
 
 Ref = Any
@@ -30,14 +30,7 @@ class Inputs(NamedTuple):
     v: Ref
     dout: Ref
     rows: Rows
-    scale: Ref | None  # [1]
-    q_offset: Ref | None  # [B]
-    score_mod: tuple[Ref, ...]  # these as in spec.Operands
-    bias: Ref | None
-    mask: tuple[tuple[Ref, ...], ...]
-    dropout_key: Ref | None
-    kv_offset: Ref | None
-    origin: Ref | None
+    scores: ScoreArrays
     dq: (
         Ref | None
     )  # float32 [B, T, N, H], zero at first: one of the two that are written; None: another kernel makes it

@@ -56,9 +56,8 @@ def run(
     held = shapes._replace(head_dim=head_dim, value_head_dim=value_head_dim)
     plan = Plan(spec, held, q.dtype, config, tensor_cores, rows.m is not None)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
-    scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
-    dscale = None if scale is None else jax.new_ref(jnp.zeros(rows.delta.shape, jnp.float32))
-    more = tile_scores.score_arrays(spec, operands)
+    dscale = None if operands.scale is None else jax.new_ref(jnp.zeros(rows.delta.shape, jnp.float32))
+    scores = tile_scores.score_arrays(spec, operands)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -71,7 +70,7 @@ def run(
         interpret=interpret,
         kernel_name="flash_attention_backward_queries_sm90",
     )
-    dq = kernel(Inputs(work, q, k, v, dout, rows, scale, *more, dscale, dbias))
+    dq = kernel(Inputs(work, q, k, v, dout, rows, scores, dscale, dbias))
     dq = dq[:, : shapes.q_len, :, : shapes.head_dim]
     return dq, None if dscale is None else jnp.sum(jax.freeze(dscale))
 
@@ -188,8 +187,8 @@ def _work(plan: Plan, inputs: Inputs, wg: int, item: WorkItem, count: jax.Array)
         q_base=q_base,
         count=count,
         rows=jax.tree.map(lambda x: plan.tensor_cores.take(x.at[item.batch, item.head], (span,)), inputs.rows),
-        q_offset=spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch],
-        scores=tile_scores.score_operands(spec, inputs, item.batch),
+        q_offset=inputs.scores.q_offset_of(spec, item.batch),
+        scores=inputs.scores.of(spec, item.batch),
     )
 
 

@@ -13,7 +13,7 @@ from pallas_flash.kernels import matmul, memory
 from pallas_flash.kernels.backward_rows import Rows
 from pallas_flash.kernels.schedule import WorkItem
 from pallas_flash.kernels.sm90.backward_queries_config import QueriesConfig
-from pallas_flash.kernels.tile_scores import ScoreOperands
+from pallas_flash.kernels.tile_scores import ScoreArrays, ScoreOperands
 from pallas_flash.spec import AttentionSpec, Shapes
 
 Ref = Any
@@ -28,14 +28,7 @@ class Inputs(NamedTuple):
     v: Ref
     dout: Ref
     rows: Rows
-    scale: Ref | None  # [1]
-    q_offset: Ref | None  # [B]
-    score_mod: tuple[Ref, ...]  # these as in spec.Operands
-    bias: Ref | None
-    mask: tuple[tuple[Ref, ...], ...]
-    dropout_key: Ref | None
-    kv_offset: Ref | None
-    origin: Ref | None
+    scores: ScoreArrays
     dscale: Ref | None  # float32 [B, N, T rounded up], zero at first: the sums of q * dq along each row, without scale
     dbias: Ref | None  # float32, zero at first: as `TileScores.add_bias_gradient` wants it
 

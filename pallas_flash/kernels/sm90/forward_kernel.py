@@ -45,10 +45,9 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
     held = shapes._replace(q_len=round_up(shapes.q_len, ROWS), head_dim=head_dim, value_head_dim=value_head_dim)
     plan = Plan(spec, held, q.dtype, config, tensor_cores, operands.bias is not None)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
-    scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     sinks = None if operands.sinks is None else operands.sinks.astype(jnp.float32)
-    more = tile_scores.score_arrays(spec, operands)
-    inputs = Inputs(work, q, k, v, scale, sinks, *more)
+    scores = tile_scores.score_arrays(spec, operands)
+    inputs = Inputs(work, q, k, v, sinks, scores)
     row_type = jax.ShapeDtypeStruct((held.batch, held.num_q_heads, held.q_len), jnp.float32)
     out_type = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
     kernel = plgpu.kernel(
@@ -148,8 +147,8 @@ def _work(plan: Plan, inputs: Inputs, wg: jax.Array, item: WorkItem, count: jax.
         q_base=item.qi * config.tile_q + wg * config.block_q,
         count=count,
         sink=None if inputs.sinks is None else inputs.sinks[item.head],
-        q_offset=spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch],
-        scores=tile_scores.score_operands(spec, inputs, item.batch),
+        q_offset=inputs.scores.q_offset_of(spec, item.batch),
+        scores=inputs.scores.of(spec, item.batch),
     )
 
 

@@ -15,7 +15,7 @@ from pallas_flash.kernels import barriers as bar
 from pallas_flash.kernels import junk, matmul, memory, softmax
 from pallas_flash.kernels.schedule import WorkItem
 from pallas_flash.kernels.sm90.config import ForwardConfig
-from pallas_flash.kernels.tile_scores import ScoreOperands
+from pallas_flash.kernels.tile_scores import ScoreArrays, ScoreOperands
 from pallas_flash.spec import AttentionSpec, Shapes
 
 Ref = Any
@@ -28,15 +28,8 @@ class Inputs(NamedTuple):
     q: Ref
     k: Ref
     v: Ref
-    scale: Ref | None  # [1]
     sinks: Ref | None  # [N]
-    q_offset: Ref | None  # [B]
-    score_mod: tuple[Ref, ...]  # these as in spec.Operands
-    bias: Ref | None
-    mask: tuple[tuple[Ref, ...], ...]
-    dropout_key: Ref | None
-    kv_offset: Ref | None
-    origin: Ref | None
+    scores: ScoreArrays
 
 
 class Buffers(NamedTuple):
