@@ -27,6 +27,7 @@ class Elementwise:
     def __init__(self, function: Callable[..., Any], jaxpr: Any, axes: tuple[str, ...]):
         self.jaxpr = jaxpr
         self._axes = axes  # the mesh axes that the arguments must vary over, as they did when it was traced
+        self._mesh = jax.sharding.get_abstract_mesh()  # that it was traced under, and can be run under
         program = str(jaxpr)
         opaque = any(name in program for name in _OPAQUE)
         self._key = (program, tuple(_inner_constants(jaxpr)), axes, id(function) if opaque else None)
@@ -44,7 +45,7 @@ class Elementwise:
         args = tuple(vary(arg, self._axes) for arg in args)
         shape = jnp.broadcast_shapes(*(arg.shape for arg in args))
         program: Any = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, list(captures)))
-        if not set(varying_axes(args)) <= set(self._axes):
+        if not set(varying_axes(args)) <= set(self._axes) or jax.sharding.get_abstract_mesh() != self._mesh:
             program = lambda *scalars: _evaluate(self.jaxpr, captures, scalars)  # noqa: E731
         function = lambda *scalars: program(*scalars)[0]  # noqa: E731
         for axis in reversed(range(len(shape))):
@@ -56,8 +57,9 @@ class Elementwise:
 
 
 def _evaluate(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Run a program that was traced without knowing that its arguments vary over mesh axes, as a predicate is that was
-    made outside shard_map: there operands must vary alike, for which a trace would have cared."""
+    """Run a program under another mesh than it was traced under: as a predicate that was made outside shard_map, or
+    as a score_mod of arrays on explicit axes, on whose shards it runs. Operands must vary alike over mesh axes, for
+    which a trace would have cared."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
     read = lambda atom: jnp.asarray(atom.val, atom.aval.dtype) if hasattr(atom, "val") else values[atom]  # noqa: E731
     for equation in jaxpr.eqns:
