@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: help demo test test-oldest test-gpu benchmarks lint format readme clean
+.PHONY: help demo test test-oldest test-gpu test-multigpu benchmarks lint format readme clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -24,6 +24,10 @@ test-gpu:  ## Run the tests of the compiled kernels on an NVIDIA GPU
 	@scripts/bootstrap.sh .venv test
 	$(PYTHON) -m pytest -m "gpu and not multigpu" $(ARGS)
 
+test-multigpu:  ## Run the tests that need two NVIDIA GPUs
+	@scripts/bootstrap.sh .venv test
+	$(PYTHON) -m pytest -m multigpu $(ARGS)
+
 benchmarks:  ## Measure this operator and its peers on this machine (ARGS="--help": the options)
 	@scripts/bootstrap.sh .venv benchmarks
 	$(PYTHON) -m pallas_flash.benchmarks run $(ARGS)
@@ -43,6 +47,7 @@ readme:  ## Write the tables of README.md and docs anew, from the dispatch table
 	@scripts/bootstrap.sh .venv test
 	JAX_PLATFORMS=cpu $(PYTHON) -m scripts.support_table --write
 	JAX_PLATFORMS=cpu $(PYTHON) -m scripts.benchmark_tables --write
+	$(PYTHON) -m scripts.reliability_table --write
 
 clean:  ## Delete the environments and caches
 	rm -rf .venv .venv-oldest .uv .pytest_cache .ruff_cache .hypothesis build dist

@@ -12,6 +12,7 @@ from typing import Any
 
 from demo import InputError, tasks
 from demo.options import LEARNING_RATES, MAX_STEPS, MAX_TOKENS, TASK_DEFAULTS
+from demo.parallel import KINDS, MAX_DEVICES
 from demo.run_folder import OUTPUT
 from models.config import COMPUTE_DTYPES, PRESETS
 
@@ -87,6 +88,13 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--overwrite", action="store_true", help="delete the run that the folder holds, and start anew")
     add("--checkpoint-every", type=count(MAX_STEPS), metavar="N", default=CHECKPOINT_EVERY,
         help=f"steps between checkpoints (default: {CHECKPOINT_EVERY})")  # fmt: skip
+    add = parser.add_argument_group(
+        "one process of several (the same command for each, on a shared file system)"
+    ).add_argument
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 waits for the others (jax.distributed; no default)")
+    add("--num-processes", type=count(MAX_DEVICES), metavar="P", help="how many there are (default: this one alone)")
+    add("--process-id", type=number(int, 0, MAX_DEVICES, "a whole number of at least 0"), metavar="I",
+        help="which one this is, from 0 (no default)")  # fmt: skip
     return parser
 
 
@@ -116,3 +124,7 @@ def _add_options(group: Any) -> None:
         "run, and the longest sequence that fits is searched for (default: all of the device, 2 on a CPU)")  # fmt: skip
     add("--no-longest", dest="longest", action="store_const", const=False, help="skip that search, which compiles a "
         "few long training steps for each attention: for quick runs")  # fmt: skip
+    add("--devices", type=count(MAX_DEVICES), metavar="N", help="devices to train on, of all processes together; on a "
+        "CPU as many are made (default: 1)")  # fmt: skip
+    add("--parallel", choices=KINDS, help="what the devices share: data, the sequences of a batch, with the parameters "
+        "sharded; context, each sequence; both, pairs of devices share sequences (default: data)")  # fmt: skip

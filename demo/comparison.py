@@ -64,8 +64,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_budget() -> int:
-    """The memory of the first device where it says how much it has, else 2 GiB."""
-    stats = jax.devices()[0].memory_stats() or {}
+    """The memory of a device where it says how much it has, else 2 GiB."""
+    stats = jax.local_devices()[0].memory_stats() or {}
     return int(stats.get("bytes_limit", DEFAULT_CPU_BUDGET))
 
 
@@ -119,8 +119,8 @@ def measure(name: str, run: Run, seq_len: int, budget: int) -> Cost:
 def _median_seconds(run: Run, program: jax.stages.Compiled, seq_len: int) -> float:
     rng = np.random.default_rng(run.seed)
     tokens = rng.integers(run.task.vocab_size, size=(1, seq_len), dtype=np.int32)
-    batch = Batch(tokens, np.roll(tokens, -1, axis=1), np.ones(tokens.shape, np.float32))
-    state = jax.block_until_ready(program(run.initial_state(), batch))  # the first call warms up
+    batch = run.place(Batch(tokens, np.roll(tokens, -1, axis=1), np.ones(tokens.shape, np.float32)))
+    state = jax.block_until_ready(program(run.start(), batch))  # the first call warms up
     seconds: list[float] = []
     while len(seconds) < MAX_REPEATS and (len(seconds) < MIN_REPEATS or sum(seconds) < MEASURING_SECONDS):
         begin = time.perf_counter()
@@ -137,11 +137,11 @@ def longest_sequence(name: str, run: Run, budget: int, measured: Sequence[Cost])
         powers = {n: total for n, total in totals.items() if n.bit_count() == 1}
         fits = max((n for n, total in powers.items() if total is not None and total <= budget), default=0)
         too_long = min((n for n in powers if n > fits), default=None)
-        ended = too_long == max(1, 2 * fits) or fits == LONGEST_TRIED
+        ended = too_long == max(run.layout.length_unit, 2 * fits) or fits == LONGEST_TRIED
         if ended or len(compiled) == MAX_COMPILATIONS:
             too_long_bytes = totals[too_long] if too_long else None
             return Longest(name, fits, totals.get(fits), too_long, too_long_bytes, tuple(compiled))
-        seq_len = _next_length(totals, budget, fits, too_long)
+        seq_len = max(run.layout.length_unit, _next_length(totals, budget, fits, too_long))
         needed = compiled_memory(run, seq_len)
         totals[seq_len] = needed.total if needed else None
         compiled.append((seq_len, totals[seq_len]))

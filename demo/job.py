@@ -15,6 +15,7 @@ from demo import InputError, report, tasks
 from demo.arguments import CHECKPOINT_EVERY
 from demo.experiment import work
 from demo.options import Options, check_implementation, make_run, with_defaults
+from demo.parallel import Processes
 from demo.run_folder import OPTIONS, OUTPUT, RunFolder
 from demo.saved import check_checkpoints, resumed_options, saved_results
 from demo.stop import StopRequest
@@ -31,15 +32,18 @@ class Job:
     folder: RunFolder
     checkpoint_every: int
     results: dict[str, Any]  # of earlier processes
+    processes: Processes = Processes()  # noqa: RUF009 - frozen
 
     def run(self, stop: StopRequest) -> None:
         """Work, save, report."""
-        console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
+        console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH, quiet=not self.processes.first)
         where = f"{self.options.task} on {jax.devices()[0].device_kind}, results in {self.folder.path}"
         console.print(where, markup=False, highlight=False, soft_wrap=True)
         work(self.options, self.task, self.folder, self.checkpoint_every, self.results, console, stop)
-        report.write(self.results, self.folder)
-        report.show(self.results, self.folder, console)
+        if self.processes.first:
+            report.write(self.results, self.folder)
+            report.show(self.results, self.folder, console)
+        self.processes.meet("the end")
 
     def how_to_go_on(self) -> str:
         """The command, for those who use make and for those who do not."""
@@ -54,12 +58,17 @@ def prepare(arguments: argparse.Namespace) -> Job:
     """Everything checked; InputError, with nothing written, where something is wrong."""
     if arguments.resume and arguments.overwrite:
         raise InputError("--resume and --overwrite exclude each other")
+    processes = Processes(arguments.coordinator, arguments.num_processes, arguments.process_id)
+    if processes.count > 1 and arguments.output is None:
+        raise InputError("--num-processes needs --output, the folder that all of them share")
     given = {f.name: getattr(arguments, f.name, None) for f in dataclasses.fields(Options)}
     given = {name: value for name, value in given.items() if value is not None}
     if arguments.resume:
         folder = RunFolder.existing(arguments.output, OUTPUT)
         options = resumed_options(given, folder)
+        processes.start(options.devices)
     else:
+        processes.start(given.get("devices", Options.devices))
         options = with_defaults(given)
     options.check_size()
     task = tasks.make_task(options.task, options.seq_len, options.file)
@@ -70,7 +79,11 @@ def prepare(arguments: argparse.Namespace) -> Job:
     if arguments.resume:
         results = saved_results(folder, options)
         check_checkpoints(folder, runs, results)
-    else:
+    elif processes.first:
         folder = RunFolder.fresh(arguments.output, OUTPUT, overwrite=arguments.overwrite)
         folder.write_json(OPTIONS, dataclasses.asdict(options))
-    return Job(options, task, folder, arguments.checkpoint_every, results)
+    else:
+        folder = RunFolder(arguments.output)
+    folder.writes = processes.first
+    processes.meet("the folder is there")
+    return Job(options, task, folder, arguments.checkpoint_every, results, processes)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from demo import InputError, comparison, tasks
+from demo.parallel import CONTEXT, DATA, Layout
 from demo.training import Run
 from models.config import PRESETS
 
@@ -37,6 +38,8 @@ class Options:
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     memory_budget: float = 0.0  # GiB
     longest: bool = True  # whether the longest sequence is searched for
+    devices: int = 1
+    parallel: str = "data"
 
     @property
     def budget_bytes(self) -> int:
@@ -49,6 +52,17 @@ class Options:
                 f"--batch-size {self.batch_size} and --seq-len {self.seq_len} make {self.batch_size * self.seq_len:,} "
                 f"tokens in a step: at most {MAX_TOKENS:,}"
             )
+        unit = self.layout.length_unit
+        for flag, lengths in (("--seq-len", (self.seq_len,)), ("--lengths", self.lengths)):
+            for length in lengths:
+                if length % unit:
+                    raise InputError(f"{flag} {length}: must be a multiple of {unit}, two chunks for each device")
+        if PRESETS[self.preset].hidden_dim % self.layout.data:
+            raise InputError(f"--devices {self.devices}: {self.layout.data} ways do not divide the model's width")
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.devices, self.parallel)
 
 
 def with_defaults(given: dict[str, Any]) -> Options:
@@ -80,11 +94,14 @@ def check_implementation(run: Run, name: str) -> None:
 
 def make_run(options: Options, task: tasks.Task, implementation: str) -> Run:
     """The training run with one attention; nothing else differs between them."""
+    layout = options.layout
     config = dataclasses.replace(
         PRESETS[options.preset],
         vocab_size=task.vocab_size,
         tie_embeddings=False,  # in recall and copy, what comes next has nothing to do with the token it follows
         compute_dtype=options.dtype,
         attention=None if implementation == "flash" else implementation,
+        # Standard attention is for XLA to partition.
+        context_parallel=(DATA, CONTEXT) if layout.context > 1 and implementation != "reference" else None,
     )
-    return Run(config, task, options.batch_size, options.steps, options.lr, options.seed)
+    return Run(config, task, options.batch_size, options.steps, options.lr, options.seed, layout)

@@ -19,8 +19,10 @@ OWN_FILES = (RESULTS, REPORT, *FIGURES)
 class RunFolder:
     """A folder that holds one run."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, writes: bool = True):
+        """writes=False: for a process of several that leaves writing to another one."""
         self.path = path
+        self.writes = writes
 
     @classmethod
     def fresh(cls, path: Path | None, parent: Path, *, overwrite: bool) -> RunFolder:
@@ -59,6 +61,8 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Replace the file in one move: whoever reads it, also after a crash, finds the old or the new one whole."""
+        if not self.writes:
+            return
         partial = self.file(name + ".partial")
         with partial.open("w", encoding="utf-8") as stream:
             stream.write(text)

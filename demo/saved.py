@@ -44,7 +44,7 @@ def check_checkpoints(folder: RunFolder, runs: dict[str, Run], results: dict[str
         if status == INTERRUPTED and folder.checkpoints(name).exists():
             with closing(Checkpoints(folder.checkpoints(name), read_only=True)) as checkpoints:
                 if checkpoints.latest_step() is not None:
-                    checkpoints.restore(run.initial_state())
+                    checkpoints.restore(run.start())
 
 
 def _read[Content](folder: RunFolder, name: str, check: Callable[[Any], Content]) -> Content:

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from demo import InputError
+from demo.parallel import Layout
 from demo.stop import StopRequest
 from demo.tasks import Batch, Task
 from models.config import TransformerConfig
@@ -54,6 +55,7 @@ class Run:
     steps: int
     learning_rate: float
     seed: int
+    layout: Layout = Layout()  # noqa: RUF009 - frozen
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -73,6 +75,28 @@ class Run:
         params = nnx.to_pure_dict(nnx.state(Transformer(self.config, rngs=nnx.Rngs(self.seed))))
         losses = jnp.full(self.steps, jnp.nan, jnp.float32)
         return TrainState(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), losses)
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """Where each part of the state is on the layout's mesh: parameters as the model's metadata says, and what the
+        optimizer keeps of each likewise."""
+        with self.layout.in_use():
+            model = nnx.eval_shape(lambda: nnx.state(Transformer(self.config, rngs=nnx.Rngs(self.seed))))
+            params = nnx.to_pure_dict(nnx.get_named_sharding(model, self.layout.mesh))
+        whole, abstract = self.layout.whole, jax.eval_shape(self.initial_state)
+        optimizer = optax.tree.map_params(
+            self.optimizer, lambda _, of: of, abstract.optimizer, params, transform_non_params=lambda _: whole
+        )
+        return TrainState(whole, params, optimizer, whole)
+
+    def start(self) -> TrainState:
+        """The initial state, where the layout wants it."""
+        if self.layout.devices == 1:
+            return self.initial_state()
+        return jax.jit(self.initial_state, out_shardings=self.shardings)()
+
+    def place(self, batch: Batch) -> Batch:
+        return self.layout.place(batch, zigzag=self.config.context_parallel is not None)
 
     def model(self, params: Any) -> Transformer:
         return nnx.merge(self.graph, params)
@@ -98,10 +122,15 @@ class Run:
 
     def compile_step(self, batch_size: int, seq_len: int) -> jax.stages.Compiled:
         """The training step for batches of this size. Allocates nothing: for measuring as well as for running."""
-        shape = (batch_size, seq_len)
+        shape = (self.layout.num_rows(batch_size), seq_len)
         batch = Batch(*(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)))
         state = jax.eval_shape(self.initial_state)
-        return jax.jit(self.train_step, donate_argnums=0).lower(state, batch).compile()
+        shardings: dict[str, Any] = {}
+        if self.layout.devices > 1:
+            rows = self.layout.rows
+            shardings = {"in_shardings": (self.shardings, Batch(rows, rows, rows)), "out_shardings": self.shardings}
+        with self.layout.in_use():
+            return jax.jit(self.train_step, donate_argnums=0, **shardings).lower(state, batch).compile()
 
 
 class Evaluation(NamedTuple):
@@ -126,7 +155,8 @@ def evaluate(run: Run, params: Any) -> Evaluation:
 
     loss = hits = count = 0.0
     for batch in run.task.evaluation_batches(run.seed, run.batch_size):
-        batch_loss, batch_hits = sums(params, batch)
+        with run.layout.in_use():
+            batch_loss, batch_hits = sums(params, run.place(batch))
         loss, hits, count = loss + float(batch_loss), hits + float(batch_hits), count + float(np.sum(batch.weights))
     return Evaluation(hits / count, loss / count, int(count))
 
@@ -186,7 +216,7 @@ def train(
     progress: Progress,
 ) -> Trained:
     """Train to the end, from the newest checkpoint if there is one; save at intervals, at the end and on a signal."""
-    state = run.initial_state()
+    state = run.start()
     if checkpoints.latest_step() is not None:
         state = checkpoints.restore(state)
     stopped, shown, seconds = None, 0.0, []
@@ -194,7 +224,7 @@ def train(
         if stop.signal is not None:
             stopped = "interrupted"
             break
-        batch = run.task.train_batch(run.seed, step, run.batch_size)
+        batch = run.place(run.task.train_batch(run.seed, step, run.batch_size))
         begin = time.perf_counter()
         state = jax.block_until_ready(step_program(state, batch))
         seconds.append(time.perf_counter() - begin)

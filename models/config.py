@@ -14,7 +14,9 @@ class TransformerConfig:
     `windows` gives each layer its sliding causal window: the number of most recent positions that a token attends to,
     its own included, or None for all of them. It is cycled when it is shorter than the model, so that `(256, None)`
     alternates local and global layers; None alone means no windows.
-    `attention` is the `implementation=` of `flash_attention`; None lets it choose.
+    `attention` is the `implementation=` of `flash_attention`, `decode` that of `flash_decode`; None lets it choose.
+    `context_parallel` names the mesh axes that batches and sequences are sharded over while a mesh with them is in use
+    (`jax.set_mesh`): tokens then come in zigzag order, and attention goes around the second axis.
     `remat` recomputes each block in the backward pass and keeps only the results of its attention.
 
     Raises ValueError for sizes that do not fit together.
@@ -36,6 +38,8 @@ class TransformerConfig:
     compute_dtype: str = "bfloat16"
     remat: bool = False
     attention: str | None = None
+    decode: str | None = None
+    context_parallel: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "hidden_dim", "num_q_heads", "num_kv_heads", "head_dim", "mlp_dim"):

@@ -1,4 +1,5 @@
-"""Generation with a key-value cache: one pass over the prompts, then a token a step; compiled once for all lengths."""
+"""Generation with a key-value cache: one pass over the prompts by flash_attention, then a token a step by flash_decode;
+compiled once for all lengths."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import KVCache
 from models.transformer import Transformer
+from pallas_flash import Cache
 
 
 class Sampling(NamedTuple):
@@ -68,7 +69,7 @@ class _Loop(NamedTuple):
     tokens: jax.Array  # int32 [B, max_new_tokens]
     done: jax.Array  # bool [B]
     logits: jax.Array  # float32 [B, vocab_size], of the token to draw next
-    caches: list[KVCache]
+    caches: list[Cache]
 
 
 @functools.partial(jax.jit, static_argnames="max_new_tokens")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from models.config import TransformerConfig
+from pallas_flash import Rotary, apply_rotary
 
 
 def rms_norm(config: TransformerConfig, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -19,13 +21,7 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
 
     x: [B, T, N, H]; positions: int [T] or [B, T]. The scores of rotated queries and keys depend on distances alone.
     """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies  # [*B, T, 1, H/2]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    # In float32: bfloat16 has 8 bits, too few for the angle of a position in the thousands.
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return apply_rotary(x, positions, Rotary(theta))
 
 
 def linear(
@@ -35,9 +31,13 @@ def linear(
     *,
     rngs: nnx.Rngs,
     init_scale: float = 1.0,
+    embed_axis: int = 0,
 ) -> nnx.LinearGeneral:
-    """A projection without bias, float32 parameters, over as many trailing axes as `in_features` names."""
-    axes = len(in_features) if isinstance(in_features, tuple) else 1
+    """A projection without bias, float32 parameters, over as many trailing axes as `in_features` names.
+
+    embed_axis: which axis of the weight is the width of the residual stream, for `sharding`.
+    """
+    axes, out_axes = (len(x) if isinstance(x, tuple) else 1 for x in (in_features, out_features))
     return nnx.LinearGeneral(
         in_features,
         out_features,
@@ -45,8 +45,17 @@ def linear(
         use_bias=False,
         kernel_init=nnx.initializers.variance_scaling(init_scale, "fan_in", "truncated_normal"),
         dtype=config.compute_dtype,
+        kernel_metadata=sharding(axes + out_axes, embed_axis),
         rngs=rngs,
     )
+
+
+def sharding(ndim: int, embed_axis: int) -> dict[str, Any]:
+    """The sharding metadata of a weight: its axis along the residual stream is named "embed". What that is on a mesh is
+    for the one who places the parameters to say (`nnx.get_partition_spec`); here nothing is placed."""
+    names = [None] * ndim
+    names[embed_axis] = "embed"
+    return {"out_sharding": tuple(names), "eager_sharding": False}
 
 
 def residual_linear(
@@ -54,7 +63,8 @@ def residual_linear(
 ) -> nnx.LinearGeneral:
     """A projection back into the residual stream: smaller at the start, so that the sum over 2 * num_layers of them has
     the size of one."""
-    return linear(config, in_features, config.hidden_dim, rngs=rngs, init_scale=1 / (2 * config.num_layers))
+    scale = 1 / (2 * config.num_layers)
+    return linear(config, in_features, config.hidden_dim, rngs=rngs, init_scale=scale, embed_axis=-1)
 
 
 class SwiGLU(nnx.Module):

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import Attention, KVCache, Rows
+from models.attention import Attention, Rows, empty_cache
 from models.config import TransformerConfig
-from models.layers import SwiGLU, rms_norm
+from models.layers import SwiGLU, rms_norm, sharding
+from pallas_flash import Cache
 from pallas_flash.autodiff import CHECKPOINT_NAMES
 
 
@@ -25,7 +26,7 @@ class Block(nnx.Module):
         self.mlp_norm = rms_norm(config, rngs=rngs)
         self.mlp = SwiGLU(config, rngs=rngs)
 
-    def __call__(self, x: jax.Array, rows: Rows, cache: KVCache | None = None) -> tuple[jax.Array, KVCache | None]:
+    def __call__(self, x: jax.Array, rows: Rows, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
         attended, cache = self.attention(self.attention_norm(x), rows, cache)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
@@ -47,7 +48,13 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        embed = functools.partial(nnx.Embed, config.vocab_size, config.hidden_dim, dtype=config.compute_dtype)
+        embed = functools.partial(
+            nnx.Embed,
+            config.vocab_size,
+            config.hidden_dim,
+            dtype=config.compute_dtype,
+            embedding_metadata=sharding(2, embed_axis=1),
+        )
         self.embedding = embed(rngs=rngs)
         self.blocks = nnx.List([Block(config, layer, rngs=rngs) for layer in range(config.num_layers)])
         self.final_norm = rms_norm(config, rngs=rngs)
@@ -71,8 +78,8 @@ class Transformer(nnx.Module):
         return self._logits(x)
 
     def extend(
-        self, tokens: jax.Array, caches: list[KVCache], *, offset: int | jax.Array, lengths: jax.Array
-    ) -> tuple[jax.Array, list[KVCache]]:
+        self, tokens: jax.Array, caches: list[Cache], *, offset: int | jax.Array, lengths: jax.Array
+    ) -> tuple[jax.Array, list[Cache]]:
         """Append tokens to sequences whose first `offset` tokens are in the caches, one a layer.
 
         tokens: int [B, T], of which the first `lengths` [B] of each row are real (at least one).
@@ -82,13 +89,13 @@ class Transformer(nnx.Module):
         rows, extended = Rows(offset=offset, lengths=lengths), []
         for block, cache in zip(self.blocks, caches, strict=True):
             x, cache = block(x, rows, cache)
-            extended.append(cast(KVCache, cache))
+            extended.append(cast(Cache, cache))
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
         return self._logits(last)[:, 0], extended
 
-    def empty_caches(self, batch: int, capacity: int) -> list[KVCache]:
+    def empty_caches(self, batch: int, capacity: int) -> list[Cache]:
         """A cache for each layer that holds `capacity` positions."""
-        return [KVCache.empty(self.config, batch, capacity) for _ in self.blocks]
+        return [empty_cache(self.config, batch, capacity) for _ in self.blocks]
 
     def num_parameters(self) -> int:
         """How many weights there are; tied embeddings count once."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_flash import autodiff, dispatch, reference
 from pallas_flash.autodiff import Output
 from pallas_flash.masks import Mask
-from pallas_flash.spec import Array
+from pallas_flash.spec import Array, Implementation
 from pallas_flash.validation import Arguments, Canonical, canonicalise
 
 
@@ -104,9 +104,7 @@ def flash_attention(
     arguments = dict(locals())
     del arguments["implementation"]
     call = canonicalise(Arguments(**arguments))
-    choice = dispatch.choose(call.spec, call.operands, implementation)
-    output = _without_vjp(call) if choice.default is reference else _with_vjp(choice, call)
-    return _restore(call, output, return_residual=return_residual)
+    return restore(call, attend(call, implementation), return_residual=return_residual)
 
 
 def reference_attention(*args: Any, **kwargs: Any) -> Any:
@@ -137,29 +135,23 @@ def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> dis
     return dispatch.explain(call.spec, call.operands, dispatch.compute_capability(), implementation)
 
 
+def attend(call: Canonical, implementation: str | None) -> Output:
+    """A checked call, computed by what is named, or chosen."""
+    choice = dispatch.choose(call.spec, call.operands, implementation, dispatch.TABLE)
+    return _without_vjp(call) if choice.default is reference else _with_vjp(choice, call)
+
+
 def _without_vjp(call: Canonical) -> Output:
     residuals, max_logit = autodiff.compiled(reference.forward)(call.spec, call.operands)
     return Output(residuals.out, autodiff.log_sum_exp(residuals.m, residuals.l), max_logit)
 
 
-# What JAX says where a derivative or a device is missing, and what it means here.
-_REFUSALS = {
-    "forward-mode": 'has no forward-mode derivative (jvp, jacfwd, linearize): use implementation="reference"',
-    "Only interpret mode": "runs on NVIDIA GPUs only",
-}
-
-
-def _with_vjp(choice: autodiff.Choice, call: Canonical) -> Output:
-    try:
+def _with_vjp(choice: autodiff.Choice[Implementation], call: Canonical) -> Output:
+    with dispatch.refusals_by_name(choice):
         return autodiff.attention(choice, call.spec, call.operands)
-    except (TypeError, ValueError) as error:
-        for said, meaning in _REFUSALS.items():
-            if said in str(error):
-                raise NotImplementedError(f"implementation={choice.default.NAME!r} {meaning}") from error
-        raise
 
 
-def _restore(call: Canonical, output: Output, *, return_residual: bool) -> Any:
+def restore(call: Canonical, output: Output, *, return_residual: bool) -> Any:
     """The caller's batch dimensions, and only what was asked for."""
     lead = call.lead
     results = [output.out.reshape(*lead, *output.out.shape[1:])]

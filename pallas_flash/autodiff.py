@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_flash import partitioning
 from pallas_flash.spec import (
     Array,
     AttentionSpec,
     Cotangents,
+    Forward,
     Gradients,
     Implementation,
     Operands,
@@ -27,11 +30,11 @@ from pallas_flash.spec import (
 CHECKPOINT_NAMES = ("flash_attention_out", "flash_attention_m", "flash_attention_l")
 
 
-class Choice(NamedTuple):
+class Choice[I](NamedTuple):
     """Which implementation computes a call: one for programs lowered for an NVIDIA GPU, one for all others."""
 
-    cuda: Implementation
-    default: Implementation
+    cuda: I
+    default: I
 
 
 class Output(NamedTuple):
@@ -46,36 +49,74 @@ def log_sum_exp(m: Array, l: Array) -> Array:  # noqa: E741
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attention(choice: Choice, spec: AttentionSpec, operands: Operands) -> Output:
+def attention(choice: Choice[Implementation], spec: AttentionSpec, operands: Operands) -> Output:
     """Attention by the chosen implementation, differentiable in the operands that spec.Operands marks."""
     return _attention_fwd(choice, spec, operands)[0]
 
 
 def _attention_fwd(
-    choice: Choice, spec: AttentionSpec, operands: Operands
+    choice: Choice[Implementation], spec: AttentionSpec, operands: Operands
 ) -> tuple[Output, tuple[Operands, Residuals]]:
-    forward = _run(choice, "forward", spec, operands)
-    residuals = Residuals(*map(checkpoint_name, forward.residuals, CHECKPOINT_NAMES))
+    residuals, max_logit = _mapped_alike(operands, run(choice, "forward", spec, operands))
+    residuals = Residuals(*map(checkpoint_name, residuals, CHECKPOINT_NAMES))
     out, m, l = residuals  # noqa: E741
-    return Output(out, log_sum_exp(m, l), forward.max_logit), (operands, residuals)
+    return Output(out, log_sum_exp(m, l), max_logit), (operands, residuals)
+
+
+def _mapped_alike(operands: Operands, forward: Forward) -> Forward:
+    """Under vmap of any operand, all results get an axis of instances, as `out` has it.
+
+    vmap over `value` alone would leave lse without one, and its cotangent, which is then the sum over all instances,
+    would enter the backward pass of each. Without vmap this selects by a constant, which compiles to nothing."""
+    never = _never(jax.tree.map(lax.stop_gradient, operands))
+    out, *others = forward.residuals
+    m, l, max_logit = jax.tree.map(lambda x: jnp.where(never, 0, x), (*others, forward.max_logit))  # noqa: E741
+    return Forward(Residuals(out, m, l), max_logit)
+
+
+@jax.custom_batching.custom_vmap
+def _never(operands: Operands) -> Array:
+    """False; under vmap one for each instance."""
+    del operands
+    return jnp.zeros((), bool)
+
+
+@_never.def_vmap
+def _never_vmap(axis_size: int, in_batched: Any, operands: Operands) -> tuple[Array, bool]:
+    del in_batched, operands
+    return jnp.zeros(axis_size, bool), True
 
 
 def _attention_bwd(
-    choice: Choice, spec: AttentionSpec, saved: tuple[Operands, Residuals], cotangents: Output
+    choice: Choice[Implementation], spec: AttentionSpec, saved: tuple[Operands, Residuals], cotangents: Output
 ) -> tuple[Operands]:
     operands, residuals = saved
-    gradients = _run(choice, "backward", spec, operands, residuals, Cotangents(cotangents.out, cotangents.lse))
-    return (_in_place_of(operands, gradients),)
+    gradients = run(choice, "backward", spec, operands, residuals, Cotangents(cotangents.out, cotangents.lse))
+    return (in_place_of(operands, gradients),)
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _run(choice: Choice, method: str, spec: AttentionSpec, *arrays: Any) -> Any:
-    cuda, default = (partial(compiled(getattr(implementation, method)), spec) for implementation in choice)
-    if choice.cuda is choice.default:
-        return default(*arrays)
-    return lax.platform_dependent(*arrays, cuda=cuda, default=default)
+def run(choice: Choice[Any], method: str, spec: AttentionSpec, *arrays: Any) -> Any:
+    """A pass of the chosen implementation, by each device on its own part of the batch and heads."""
+    pass_ = partitioning.Pass(ByPlatform(choice, method), spec, backward=method == "backward")
+    return partitioning.run(pass_, *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByPlatform:
+    """A function of the implementations: each device's own, as the program is lowered."""
+
+    choice: Choice[Any]
+    method: str
+
+    def __call__(self, spec: Any, *arrays: Any) -> Any:
+        functions = (partial(compiled(getattr(chosen, self.method)), spec) for chosen in self.choice)
+        cuda, default = functions
+        if self.choice.cuda is self.choice.default:
+            return default(*arrays)
+        return lax.platform_dependent(*arrays, cuda=cuda, default=default)
 
 
 @functools.cache
@@ -84,7 +125,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, static_argnums=0)
 
 
-def _in_place_of(operands: Operands, gradients: Gradients) -> Operands:
+def in_place_of(operands: Operands, gradients: Gradients) -> Operands:
     """The gradients as cotangents of the operands: None (zero) for those that have no derivative."""
     no_gradient: Any = dict.fromkeys(Operands._fields)
     return Operands(**no_gradient | gradients._asdict())

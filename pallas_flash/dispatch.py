@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
+from collections.abc import Iterator
+from typing import Any, Protocol
 
-from pallas_flash import reference, xla
+from pallas_flash import reference, xla, xla_decode
 from pallas_flash.autodiff import Choice
+from pallas_flash.decode_spec import DecodeImplementation
 from pallas_flash.kernels import sm80, sm90
+from pallas_flash.kernels.sm90 import decode as sm90_decode
 from pallas_flash.kernels.support import compute_capability
-from pallas_flash.spec import AttentionSpec, Implementation, Operands
+from pallas_flash.spec import Implementation
 
 logger = logging.getLogger("pallas_flash")
 
 
+class Candidate(Protocol):
+    """What attention's and decoding's implementations share. A call's spec and operands are of the table's own kind."""
+
+    NAME: str
+
+    def unsupported(self, spec: Any, operands: Any) -> str | None: ...
+
+
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry[I: Candidate]:
     """One row of the table.
 
     capability: the smallest compute capability of an NVIDIA GPU that runs it, and the first that does not (None: all
     later ones do); None: any device. automatic: whether implementation=None may choose it.
     """
 
-    implementation: Implementation
+    implementation: I
     rank: str  # why it stands where it does
     capability: tuple[tuple[int, int], tuple[int, int] | None] | None = None
     automatic: bool = True
@@ -34,7 +47,7 @@ class Entry:
 
 
 # In the order in which implementation=None tries them.
-TABLE: tuple[Entry, ...] = (
+TABLE: tuple[Entry[Implementation], ...] = (
     Entry(sm90, "fused kernels, forward and backward, for Hopper GPUs", capability=((9, 0), (10, 0))),
     Entry(
         sm80,
@@ -44,6 +57,15 @@ TABLE: tuple[Entry, ...] = (
     ),
     Entry(xla, "runs on every device and takes every call; memory linear in the sequence length"),
     Entry(reference, "the meaning, at O(T S) memory: only by name", automatic=False),
+)
+DECODE_TABLE: tuple[Entry[DecodeImplementation], ...] = (
+    Entry(
+        sm90_decode,
+        "fused kernels that split the keys, for Hopper GPUs: only by name, until they have run on one",
+        capability=((9, 0), (10, 0)),
+        automatic=False,
+    ),
+    Entry(xla_decode, "runs on every device and takes every call; memory linear in the cache's length"),
 )
 
 
@@ -72,18 +94,22 @@ class Explanation:
         return "\n".join([f"on {self.device}:", *rows])
 
 
-def names() -> tuple[str, ...]:
-    return tuple(entry.name for entry in TABLE)
+def names(table: tuple[Entry[Any], ...] = TABLE) -> tuple[str, ...]:
+    return tuple(entry.name for entry in table)
 
 
 def explain(
-    spec: AttentionSpec, operands: Operands, capability: tuple[int, int] | None, name: str | None = None
+    spec: Any,
+    operands: Any,
+    capability: tuple[int, int] | None,
+    name: str | None = None,
+    table: tuple[Entry[Any], ...] = TABLE,
 ) -> Explanation:
-    """Go down the table for a device: an NVIDIA GPU of this capability, or (None) anything else."""
-    _check_name(name)
+    """Go down a table for a device: an NVIDIA GPU of this capability, or (None) anything else."""
+    _check_name(name, table)
     verdicts: list[Verdict] = []
     found = False
-    for entry in TABLE:
+    for entry in table:
         reason = _obstacle(entry, spec, operands, capability)
         if reason is None and name is None and not entry.automatic:
             reason = entry.rank
@@ -100,12 +126,12 @@ def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _check_name(name: str | None) -> None:
-    if name is not None and name not in names():
-        raise ValueError(f"implementation must be None or one of {', '.join(names())}, not {name!r}")
+def _check_name(name: str | None, table: tuple[Entry[Any], ...]) -> None:
+    if name is not None and name not in names(table):
+        raise ValueError(f"implementation must be None or one of {', '.join(names(table))}, not {name!r}")
 
 
-def device_obstacle(entry: Entry, capability: tuple[int, int] | None) -> str | None:
+def device_obstacle(entry: Entry[Any], capability: tuple[int, int] | None) -> str | None:
     """Why an implementation does not run on an NVIDIA GPU of this capability, or (None) on anything else."""
     if entry.capability is None:
         return None
@@ -116,33 +142,52 @@ def device_obstacle(entry: Entry, capability: tuple[int, int] | None) -> str | N
     return f"needs an NVIDIA GPU of compute capability >= {_version(lowest)}{below}"
 
 
-def _obstacle(entry: Entry, spec: AttentionSpec, operands: Operands, capability: tuple[int, int] | None) -> str | None:
+def _obstacle(entry: Entry[Any], spec: Any, operands: Any, capability: tuple[int, int] | None) -> str | None:
     return device_obstacle(entry, capability) or entry.implementation.unsupported(spec, operands)
 
 
-def choose(spec: AttentionSpec, operands: Operands, name: str | None) -> Choice:
+def choose[I: Candidate](spec: Any, operands: Any, name: str | None, table: tuple[Entry[I], ...]) -> Choice[I]:
     """The implementations for a call. An explicit name is taken or refused (NotImplementedError), never replaced."""
     if name is not None:
-        return _by_name(spec, operands, name)
+        return _by_name(spec, operands, name, table)
     capability = compute_capability()
-    default = explain(spec, operands, None)
-    on_gpu = explain(spec, operands, capability) if capability else default
+    default = explain(spec, operands, None, table=table)
+    on_gpu = explain(spec, operands, capability, table=table) if capability else default
     if capability and on_gpu.chosen == xla.NAME:
         _warn_slow(str(on_gpu))
-    return Choice(cuda=_chosen(on_gpu), default=_chosen(default))
+    return Choice(cuda=_chosen(on_gpu, table), default=_chosen(default, table))
 
 
-def _chosen(explanation: Explanation) -> Implementation:
-    return next(entry.implementation for entry in TABLE if entry.name == explanation.chosen)
+def _chosen[I: Candidate](explanation: Explanation, table: tuple[Entry[I], ...]) -> I:
+    return next(entry.implementation for entry in table if entry.name == explanation.chosen)
 
 
-def _by_name(spec: AttentionSpec, operands: Operands, name: str) -> Choice:
-    _check_name(name)
-    entry = next(entry for entry in TABLE if entry.name == name)
+def _by_name[I: Candidate](spec: Any, operands: Any, name: str, table: tuple[Entry[I], ...]) -> Choice[I]:
+    _check_name(name, table)
+    entry = next(entry for entry in table if entry.name == name)
     reason = entry.implementation.unsupported(spec, operands)
     if reason is not None:
         raise NotImplementedError(f"implementation={name!r} cannot compute this call: {reason}")
     return Choice(entry.implementation, entry.implementation)
+
+
+# What JAX says where a derivative or a device is missing, and what it means here.
+_REFUSALS = {
+    "forward-mode": 'has no forward-mode derivative (jvp, jacfwd, linearize): use implementation="reference"',
+    "Only interpret mode": "runs on NVIDIA GPUs only",
+}
+
+
+@contextlib.contextmanager
+def refusals_by_name(choice: Choice[Any]) -> Iterator[None]:
+    """Raise NotImplementedError, with the name of the implementation, where JAX refuses what it cannot do."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        for said, meaning in _REFUSALS.items():
+            if said in str(error):
+                raise NotImplementedError(f"implementation={choice.default.NAME!r} {meaning}") from error
+        raise
 
 
 @functools.cache

@@ -43,7 +43,9 @@ class Elementwise:
         `table[head]` is one load where all elements share the head."""
         args = tuple(vary(arg, self._axes) for arg in args)
         shape = jnp.broadcast_shapes(*(arg.shape for arg in args))
-        program = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, list(captures)))
+        program: Any = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, list(captures)))
+        if not set(varying_axes(args)) <= set(self._axes):
+            program = lambda *scalars: _evaluate(self.jaxpr, captures, scalars)  # noqa: E731
         function = lambda *scalars: program(*scalars)[0]  # noqa: E731
         for axis in reversed(range(len(shape))):
             in_axes = tuple(0 if arg.shape[axis] != 1 else None for arg in args)
@@ -51,6 +53,25 @@ class Elementwise:
                 function = jax.vmap(function, in_axes)
         result = function(*(arg.reshape([n for n in arg.shape if n != 1]) for arg in args))
         return result.reshape(shape)
+
+
+def _evaluate(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Run a program that was traced without knowing that its arguments vary over mesh axes, as a predicate is that was
+    made outside shard_map: there operands must vary alike, for which a trace would have cared."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
+    read = lambda atom: jnp.asarray(atom.val, atom.aval.dtype) if hasattr(atom, "val") else values[atom]  # noqa: E731
+    for equation in jaxpr.eqns:
+        inputs = [read(atom) for atom in equation.invars]
+        axes = varying_axes(inputs)
+        inputs = [vary(x, axes) for x in inputs]
+        inner = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr"}.get(equation.primitive.name)
+        if inner is not None:
+            results = _evaluate(equation.params[inner].jaxpr, equation.params[inner].consts, inputs)
+        else:
+            results = equation.primitive.bind(*inputs, **equation.params)
+            results = results if equation.primitive.multiple_results else [results]
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def _inner_constants(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...], bytes]]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from pallas_flash import elementwise
 from pallas_flash.elementwise import Elementwise
-from pallas_flash.spec import Array, Index
+from pallas_flash.spec import Array, Index, described
 
 FAR = 2**29  # beyond every position, and still an int32 after adding two of them
 
@@ -30,7 +30,7 @@ Arrays = tuple[Array, ...]
 
 
 class Span(NamedTuple):
-    """Consecutive rows of queries or keys, both ends included. A key's position is its row; a query's may be offset."""
+    """Consecutive rows of queries or keys and their positions, both ends included."""
 
     row_lo: Any
     row_hi: Any
@@ -179,7 +179,7 @@ class KeyValueLengths(Part):
 
     def q_bounds(self, arrays: Arrays, kv: Span, q_offset: Any, xp: Any) -> Bounds:
         (length,) = arrays
-        return Bounds(end=xp.where(kv.row_lo < length, FAR, -FAR), full_end=xp.where(kv.row_hi < length, FAR, -FAR))
+        return Bounds(end=xp.where(kv.pos_lo < length, FAR, -FAR), full_end=xp.where(kv.pos_hi < length, FAR, -FAR))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +254,7 @@ def integers(name: str, value: Any) -> Any:
     """`value` as an array (NumPy's stay NumPy's); ValueError unless it holds integers."""
     array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name} must be of an integer dtype, not {array.dtype}{list(array.shape)}")
+        raise ValueError(f"{name} must be of an integer dtype, not {described(value)}")
     return array
 
 

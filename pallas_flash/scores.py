@@ -54,14 +54,20 @@ def index_of(spec: AttentionSpec, operands: Operands, q_slice: Slice, kv_slice: 
     shapes = operands.shapes
     axis = lambda n, dim: jnp.arange(n, dtype=jnp.int32).reshape([n if i == dim else 1 for i in range(4)])  # noqa: E731
     q_row = axis(q_slice.size, 2) + jnp.int32(q_slice.start)
-    offset = operands.q_offset[:, None, None, None] if spec.q_offset is None else jnp.int32(spec.q_offset)
+    kv_row = axis(kv_slice.size, 3) + jnp.int32(kv_slice.start)
+    q_offset, kv_offset = (
+        jnp.int32(static) if array is None else array[:, None, None, None]
+        for static, array in ((spec.q_offset, operands.q_offset), (spec.kv_offset, operands.kv_offset))
+    )
+    first_batch, first_head = (0, 0) if operands.origin is None else operands.origin
     batch_axis, _, head_axis, _ = jax.typeof(operands.q).sharding.spec
     return Index(
-        batch=_sharded(axis(shapes.batch, 0), 0, batch_axis),
-        head=_sharded(axis(shapes.num_q_heads, 1), 1, head_axis),
+        batch=_sharded(axis(shapes.batch, 0), 0, batch_axis) + first_batch,
+        head=_sharded(axis(shapes.num_q_heads, 1), 1, head_axis) + first_head,
         q_row=q_row,
-        q_pos=q_row + offset,
-        kv_pos=axis(kv_slice.size, 3) + jnp.int32(kv_slice.start),
+        q_pos=q_row + q_offset,
+        kv_row=kv_row,
+        kv_pos=kv_row + kv_offset,
     )
 
 

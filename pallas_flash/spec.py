@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -46,7 +47,9 @@ class Operands(NamedTuple):
     score_mod: tuple[Array, ...] = ()  # * arrays that score_mod captured, for AttentionSpec.score_mod
     mask: tuple[tuple[Array, ...], ...] = ()  # the arrays of each part of AttentionSpec.mask
     q_offset: Array | None = None  # int32 [B]; None where the offset is static (AttentionSpec.q_offset)
+    kv_offset: Array | None = None  # likewise of the keys
     dropout_key: Array | None = None  # uint32 [2]
+    origin: Array | None = None  # int32 [2]: the first batch element and head, in a call that is spread over devices
 
     @property
     def shapes(self) -> Shapes:
@@ -58,11 +61,12 @@ class Operands(NamedTuple):
 class Index(NamedTuple):
     """Where the elements of a tile of scores stand. The fields broadcast against each other to the tile's shape."""
 
-    batch: Array
+    batch: Array  # among those of all devices that share the call, as head
     head: Array
     q_row: Array  # row of the query array
-    q_pos: Array  # position of that row among the keys: q_row + query_offset
-    kv_pos: Array  # row of the key array, which is its position
+    q_pos: Array  # position of that row among the keys: q_row + q_offset
+    kv_row: Array  # row of the key array
+    kv_pos: Array  # its position: kv_row + kv_offset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +79,7 @@ class AttentionSpec:
     scale: float | None  # None: operands.scale
     mask: tuple[Any, ...] = ()  # masks.Part: a pair takes part where all of them allow it
     q_offset: int | None = 0  # None: operands.q_offset
+    kv_offset: int | None = 0  # position of key row 0, in a part of a sequence; None: operands.kv_offset
     soft_cap: float | None = None
     score_mod: Any = None  # elementwise.Elementwise | None
     dropout_rate: float = 0.0
@@ -134,6 +139,15 @@ class Implementation(Protocol):
     def backward(
         self, spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents
     ) -> Gradients: ...
+
+
+def described(value: Any) -> str:
+    """What came as an argument, in an error message: dtype and shape of an array, the value of anything else."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple) and len(value) <= 3:
+        return f"({', '.join(map(described, value))}{',' if len(value) == 1 else ''})"
+    return reprlib.repr(value)
 
 
 def varying_axes(arrays: Any) -> tuple[str, ...]:

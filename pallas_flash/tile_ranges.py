@@ -30,8 +30,9 @@ def static_ranges(spec: AttentionSpec, shapes: Shapes, block_q: int, block_kv: i
 
     of="q": key tiles for each query tile; of="kv": query tiles for each key tile.
     """
-    known = () if spec.q_offset is None else tuple((part, ()) for part in spec.mask if not _has_arrays(part))
-    ranges = _ranges(known, spec.q_offset or 0, shapes, (block_q, block_kv), of, np)
+    offsets = spec.q_offset, spec.kv_offset
+    known = () if None in offsets else tuple((part, ()) for part in spec.mask if not _has_arrays(part))
+    ranges = _ranges(known, (offsets[0] or 0, offsets[1] or 0), shapes, (block_q, block_kv), of, np)
     if len(known) < len(spec.mask):
         ranges = ranges._replace(full_start=ranges.end, full_end=ranges.end)
     return ranges
@@ -42,8 +43,9 @@ def dynamic_ranges(
 ) -> TileRanges:
     """From everything, lengths and segments included, as JAX arrays [B, tiles] (or [1, tiles] without such parts)."""
     parts = tuple(zip(spec.mask, operands.mask, strict=True))
-    offset = spec.q_offset if operands.q_offset is None else operands.q_offset[:, None]
-    ranges = _ranges(parts, offset, operands.shapes, (block_q, block_kv), of, jnp)
+    q_offset = spec.q_offset if operands.q_offset is None else operands.q_offset[:, None]
+    kv_offset = spec.kv_offset if operands.kv_offset is None else operands.kv_offset[:, None]
+    ranges = _ranges(parts, (q_offset, kv_offset), operands.shapes, (block_q, block_kv), of, jnp)
     return TileRanges(*(jnp.atleast_2d(x).astype(jnp.int32) for x in ranges))
 
 
@@ -51,15 +53,17 @@ def _has_arrays(part: Any) -> bool:
     return part.uses_batch or isinstance(part, Segments | masks.Predicate | masks.Dense)
 
 
-def _ranges(parts: Any, offset: Any, shapes: Shapes, blocks: tuple[int, int], of: str, xp: Any) -> TileRanges:
+def _ranges(
+    parts: Any, offsets: tuple[Any, Any], shapes: Shapes, blocks: tuple[int, int], of: str, xp: Any
+) -> TileRanges:
     """Intersect the intervals of all parts and round them to tiles: needed outwards, unmasked inwards."""
     lengths = (shapes.q_len, shapes.kv_len) if of == "q" else (shapes.kv_len, shapes.q_len)
     block, other_block = blocks if of == "q" else blocks[::-1]
     length, other_length = lengths
     row_lo = np.arange(-(-length // block), dtype=np.int32) * block
     row_hi = np.minimum(row_lo + block, length).astype(np.int32) - 1
-    # A query's position is its row + offset, a key's its row: bounds come in positions of the other side.
-    own_offset, shift = (offset, 0) if of == "q" else (0, offset)
+    # A position is a row + offset: bounds come in positions of the other side.
+    own_offset, shift = offsets if of == "q" else offsets[::-1]
     span = Span(row_lo, row_hi, row_lo + own_offset, row_hi + own_offset)
     bounds, tiles = Bounds(0, other_length, 0, other_length), []
     for part, arrays in parts:
@@ -67,7 +71,7 @@ def _ranges(parts: Any, offset: Any, shapes: Shapes, blocks: tuple[int, int], of
             tiles.append(_segment_tiles(arrays if of == "q" else arrays[::-1], block, other_block))
             continue
         columns = tuple(a[:, None] for a in arrays) if part.uses_batch else arrays
-        b = part.kv_bounds(columns, span, xp) if of == "q" else part.q_bounds(columns, span, offset, xp)
+        b = part.kv_bounds(columns, span, xp) if of == "q" else part.q_bounds(columns, span, offsets[0], xp)
         bounds = _intersect(bounds, Bounds(*(x - shift for x in b)), xp)
     start = xp.maximum(bounds.start, 0) // other_block
     end = -(-xp.minimum(bounds.end, other_length) // other_block)

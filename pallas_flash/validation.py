@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from pallas_flash import dropout, elementwise, masks
 from pallas_flash.masks import Mask
-from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, vary, varying_axes
+from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, described, vary, varying_axes
 
 MAX_FLOAT = float(np.finfo(np.float32).max)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -63,23 +64,29 @@ class Sizes(NamedTuple):
     kv_len: int
     num_q_heads: int
     num_kv_heads: int
+    devices: int = 1
 
 
-def canonicalise(arguments: Arguments) -> Canonical:
-    """Check every argument; ValueError names the argument, what came and what is wanted."""
+def canonicalise(arguments: Arguments, devices: int = 1) -> Canonical:
+    """Check every argument; ValueError names the argument, what came and what is wanted.
+
+    devices: queries and keys are one of as many equal parts of a sequence, and lengths are those of the whole.
+    """
+    _same_devices(arguments)
     q, k, v, sizes = _tensors(arguments)
+    sizes = sizes._replace(devices=devices)
     for name in ("is_causal", "deterministic", "return_residual", "return_max_logit"):
-        _require(isinstance(getattr(arguments, name), bool | np.bool_), name, getattr(arguments, name), "a bool")
-    static_scale, scale = _scale(arguments.scale, q)
+        require(isinstance(getattr(arguments, name), bool | np.bool_), name, getattr(arguments, name), "a bool")
+    static_scale, scale = checked_scale(arguments.scale, q)
     static_offset, q_offset = _query_offset(arguments.query_offset, sizes)
     parts, part_arrays = _mask(arguments, sizes)
-    score_mod, captures = _score_mod(arguments.score_mod, accumulator_dtype(q.dtype), varying_axes((q, k, v)))
+    score_mod, captures = traced_score_mod(arguments.score_mod, accumulator_dtype(q.dtype), varying_axes((q, k, v)))
     rate, dropout_key = _dropout(arguments.dropout_rate, arguments.dropout_key)
     spec = AttentionSpec(
         scale=static_scale,
         mask=parts,
         q_offset=static_offset,
-        soft_cap=_soft_cap(arguments.logits_soft_cap),
+        soft_cap=checked_soft_cap(arguments.logits_soft_cap),
         score_mod=score_mod,
         dropout_rate=rate,
         precision=_precision(arguments.precision),
@@ -89,7 +96,7 @@ def canonicalise(arguments: Arguments) -> Canonical:
     operands = Operands(
         *(x.reshape(sizes.batch, *x.shape[-3:]) for x in (q, k, v)),
         bias=_bias(arguments.bias, sizes),
-        sinks=_sinks(arguments.sinks, sizes),
+        sinks=checked_sinks(arguments.sinks, sizes),
         scale=scale,
         score_mod=captures,
         mask=part_arrays,
@@ -97,6 +104,19 @@ def canonicalise(arguments: Arguments) -> Canonical:
         dropout_key=dropout_key,
     )
     return Canonical(spec, _vary_alike(spec, operands), sizes.lead)
+
+
+def _same_devices(arguments: Arguments) -> None:
+    """Arrays that were put somewhere must be on the same devices; the others follow them."""
+    given = {name: getattr(arguments, name) for name in _TENSORS}
+    placed = {name: x for name, x in given.items() if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
+    placed = {name: x.sharding.device_set for name, x in placed.items() if x.committed}
+    if len(set(map(frozenset, placed.values()))) > 1:
+        came = ", ".join(f"{name} on {sorted(map(str, devices))}" for name, devices in placed.items())
+        raise ValueError(f"{', '.join(placed)} must be on the same devices, not {came}")
+
+
+_TENSORS = ("query", "key", "value", "bias", "mask", "sinks")
 
 
 def _vary_alike(spec: AttentionSpec, operands: Operands) -> Operands:
@@ -111,15 +131,9 @@ def _vary_alike(spec: AttentionSpec, operands: Operands) -> Operands:
     return varied._replace(score_mod=operands.score_mod, mask=mask)
 
 
-def _require(condition: Any, name: str, got: Any, wanted: str) -> None:
+def require(condition: Any, name: str, got: Any, wanted: str) -> None:
     if not condition:
-        raise ValueError(f"{name} must be {wanted}, not {_describe(got)}")
-
-
-def _describe(value: Any) -> str:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}{list(value.shape)}"
-    return repr(value)
+        raise ValueError(f"{name} must be {wanted}, not {described(got)}")
 
 
 def _is_static_number(value: Any) -> bool:
@@ -129,17 +143,17 @@ def _is_static_number(value: Any) -> bool:
     return not abs(value) > MAX_FLOAT or abs(value) == math.inf  # NaN and infinity are refused with a better reason
 
 
-def _array(name: str, value: Any, kind: Any, wanted: str) -> Array:
+def checked_array(name: str, value: Any, kind: Any, wanted: str) -> Array:
     """`value` as an array of this kind of dtype; never a cast from another kind."""
-    _require(not isinstance(value, jax.ShapeDtypeStruct), name, value, wanted)
+    require(not isinstance(value, jax.ShapeDtypeStruct), name, value, wanted)
     array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
-    _require(jnp.issubdtype(array.dtype, kind), name, value if array.dtype == object else array, wanted)
+    require(jnp.issubdtype(array.dtype, kind), name, value, wanted)
     return jnp.asarray(array)
 
 
 def _tensors(arguments: Arguments) -> tuple[Array, Array, Array, Sizes]:
     q, k, v = (
-        _array(name, getattr(arguments, name), jnp.floating, "a floating-point array")
+        checked_array(name, getattr(arguments, name), jnp.floating, "a floating-point array")
         for name in ("query", "key", "value")
     )
     if not q.dtype == k.dtype == v.dtype or q.dtype.name not in DTYPES:
@@ -147,60 +161,64 @@ def _tensors(arguments: Arguments) -> tuple[Array, Array, Array, Sizes]:
             f"query, key and value must have one dtype out of {', '.join(DTYPES)}, "
             f"not {q.dtype}, {k.dtype} and {v.dtype}"
         )
-    _require(q.ndim >= 3, "query", q, "of shape [*B, T, N, H]")
+    require(q.ndim >= 3, "query", q, "of shape [*B, T, N, H]")
     lead, (q_len, num_q_heads, head_dim) = q.shape[:-3], q.shape[-3:]
-    _require(k.ndim == q.ndim, "key", k, f"of rank {q.ndim}, [*B, S, K, H], as query {_describe(q)}")
+    require(k.ndim == q.ndim, "key", k, f"of rank {q.ndim}, [*B, S, K, H], as query {described(q)}")
     kv_len, num_kv_heads = k.shape[-3:-1]
-    _require(
+    require(
         k.shape == (*lead, kv_len, num_kv_heads, head_dim),
         "key",
         k,
-        f"[*B, S, K, H] with query's *B and H {_describe(q)}",
+        f"[*B, S, K, H] with query's *B and H {described(q)}",
     )
-    _require(
+    require(
         v.ndim == q.ndim and v.shape[:-1] == k.shape[:-1],
         "value",
         v,
-        f"[*B, S, K, Hv] with key's *B, S and K {_describe(k)}",
+        f"[*B, S, K, Hv] with key's *B, S and K {described(k)}",
     )
-    if num_q_heads != 0 if num_kv_heads == 0 else num_q_heads % num_kv_heads:
-        raise ValueError(
-            "the number of query heads must be a multiple of the number of key heads, "
-            f"not N={num_q_heads} and K={num_kv_heads}"
-        )
+    require_groups(num_q_heads, num_kv_heads)
     if num_q_heads >= 128 and 4 <= q_len <= 64 and q_len == kv_len:
         warnings.warn(
-            f"query {_describe(q)} has far more heads than rows: the layout is [*B, T, N, H], sequence before heads",
+            f"query {described(q)} has far more heads than rows: the layout is [*B, T, N, H], sequence before heads",
             stacklevel=4,
         )
     return q, k, v, Sizes(lead, math.prod(lead), q_len, kv_len, num_q_heads, num_kv_heads)
 
 
-def _scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
+def require_groups(num_q_heads: int, num_kv_heads: int) -> None:
+    if num_q_heads != 0 if num_kv_heads == 0 else num_q_heads % num_kv_heads:
+        raise ValueError(
+            "the number of query heads must be a multiple of the number of key heads, "
+            f"not N={num_q_heads} and K={num_kv_heads}"
+        )
+
+
+def checked_scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
     """(static, None) for a number, (None, operand) for an array, which has a gradient."""
     if scale is None:
-        _require(q.shape[-1] > 0, "scale", scale, "given where head_dim is 0")
+        require(q.shape[-1] > 0, "scale", scale, "given where head_dim is 0")
         return 1 / math.sqrt(q.shape[-1]), None
     if _is_static_number(scale):
-        _require(math.isfinite(scale), "scale", scale, "finite")
+        require(math.isfinite(scale), "scale", scale, "finite")
         return float(scale), None
-    array = _array("scale", scale, jnp.floating, "a number or a floating-point scalar array")
-    _require(array.shape == (), "scale", array, "a scalar")
+    array = checked_array("scale", scale, jnp.floating, "a number or a floating-point scalar array")
+    require(array.shape == (), "scale", scale, "a scalar")
     return None, array.astype(accumulator_dtype(q.dtype))
 
 
-def _per_batch(name: str, value: Any, sizes: Sizes, low: int, high: int) -> Array:
+def per_batch(name: str, value: Any, sizes: Sizes, low: int, high: int) -> Array:
     array = masks.integers(name, value)
-    _require(array.shape in ((), sizes.lead), name, array, f"a scalar or of shape {list(sizes.lead)}, the batch")
+    require(array.shape in ((), sizes.lead), name, value, f"a scalar or of shape {list(sizes.lead)}, the batch")
     return jnp.broadcast_to(masks.clamp(array, low, high), sizes.lead).reshape(sizes.batch)
 
 
 def _query_offset(offset: Any, sizes: Sizes) -> tuple[int | None, Array | None]:
     limit = masks.FAR // 2
     if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
-        _require(abs(offset) <= limit, "query_offset", offset, f"within +-{limit}")
+        require(abs(offset) <= limit, "query_offset", offset, f"within +-{limit}")
         return int(offset), None
-    return None, _per_batch("query_offset", offset, sizes, -limit, limit)
+    return None, per_batch("query_offset", offset, sizes, -limit, limit)
 
 
 def _mask(arguments: Arguments, sizes: Sizes) -> tuple[tuple[masks.Part, ...], tuple[masks.Arrays, ...]]:
@@ -209,11 +227,13 @@ def _mask(arguments: Arguments, sizes: Sizes) -> tuple[tuple[masks.Part, ...], t
     if isinstance(arguments.mask, Mask):
         whole &= arguments.mask
     elif arguments.mask is not None:
-        dense = _array("mask", arguments.mask, np.bool_, "a bool array (True: attend) or a pallas_flash.masks.Mask")
+        dense = checked_array(
+            "mask", arguments.mask, np.bool_, "a bool array (True: attend) or a pallas_flash.masks.Mask"
+        )
         whole &= Mask((masks.Dense(),), ((_as_scores("mask", dense, sizes),),))
     if arguments.is_causal:
         whole &= masks.causal()
-    whole &= _window(arguments.local_window_size)
+    whole &= masks.sliding_window(*window_sides(arguments.local_window_size))
     if arguments.query_seq_lengths is not None:
         whole &= Mask((masks.QueryLengths(),), ((arguments.query_seq_lengths,),))
     if arguments.key_value_seq_lengths is not None:
@@ -242,39 +262,38 @@ def _part_arrays(part: masks.Part, arrays: masks.Arrays, sizes: Sizes) -> masks.
     }
     if part.uses_batch:
         limit = sizes.q_len if isinstance(part, masks.QueryLengths) else sizes.kv_len
-        return (_per_batch(names[type(part)], arrays[0], sizes, 0, limit),)
+        return (per_batch(names[type(part)], arrays[0], sizes, 0, limit * sizes.devices),)
     if isinstance(part, masks.Segments):
         sides = zip(("query", "key_value"), arrays, (sizes.q_len, sizes.kv_len), strict=True)
         return tuple(_ids(f"segment_ids ({side})", ids, length, sizes) for side, ids, length in sides)
     return arrays
 
 
-def _window(window: Any) -> Mask:
+def window_sides(window: Any) -> tuple[int | None, int | None]:
+    """(left, right); None or -1 where there is no bound."""
     name, wanted = "local_window_size", "an integer >= 0 or a pair (left, right) of them, None or -1 for no bound"
-    if window is None:
-        return masks.everything()
     sides = window if isinstance(window, tuple | list) else (window, window)
-    _require(len(sides) == 2, name, window, wanted)
+    require(len(sides) == 2, name, window, wanted)
     for side in sides:
         is_int = isinstance(side, int | np.integer) and not isinstance(side, bool)
-        _require(side is None or (is_int and side >= -1), name, window, wanted)
-    return masks.sliding_window(*sides)
+        require(side is None or (is_int and side >= -1), name, window, wanted)
+    return sides[0], sides[1]
 
 
 def _segment_ids(segment_ids: Any) -> tuple[Any, Any]:
     if isinstance(segment_ids, tuple | list):
-        _require(len(segment_ids) == 2, "segment_ids", segment_ids, "ids or a pair (query ids, key ids)")
+        require(len(segment_ids) == 2, "segment_ids", segment_ids, "ids or a pair (query ids, key ids)")
         return tuple(segment_ids)
     return segment_ids, segment_ids
 
 
 def _ids(name: str, ids: Any, length: int, sizes: Sizes) -> Array:
     array = masks.integers(name, ids)
-    _require(array.shape == (*sizes.lead, length), name, array, f"of shape {[*sizes.lead, length]}")
+    require(array.shape == (*sizes.lead, length), name, ids, f"of shape {[*sizes.lead, length]}")
     if isinstance(array, np.ndarray) and array.size and not jax.config.jax_enable_x64:
         limits = np.iinfo(np.int32)
         fits = limits.min <= array.min() and array.max() <= limits.max
-        _require(fits, name, array, "within int32 (64-bit ids need jax_enable_x64)")
+        require(fits, name, array, "within int32 (64-bit ids need jax_enable_x64)")
     array = jnp.asarray(array).reshape(sizes.batch, length)
     return array if array.dtype.itemsize > 4 else array.astype(jnp.int32)  # 64-bit ids stay what they are
 
@@ -288,7 +307,7 @@ def _as_scores(name: str, array: Array, sizes: Sizes) -> Array:
         shape = shape[1:]
     shape = (1,) * (len(full) - len(shape)) + shape
     fits = len(shape) == len(full) and all(n in (1, want) for n, want in zip(shape, full, strict=True))
-    _require(fits, name, array, f"broadcastable to [*B, N, T, S] = {list(full)}")
+    require(fits, name, array, f"broadcastable to [*B, N, T, S] = {list(full)}")
     lead, rest = shape[:-3], shape[-3:]
     array = array.reshape(shape)
     if all(n == 1 for n in lead):
@@ -300,28 +319,28 @@ def _bias(bias: Any, sizes: Sizes) -> Array | None:
     if bias is None:
         return None
     return _as_scores(
-        "bias", _array("bias", bias, jnp.floating, "a floating-point array (a bool array goes to mask)"), sizes
+        "bias", checked_array("bias", bias, jnp.floating, "a floating-point array (a bool array goes to mask)"), sizes
     )
 
 
-def _sinks(sinks: Any, sizes: Sizes) -> Array | None:
+def checked_sinks(sinks: Any, sizes: Sizes) -> Array | None:
     if sinks is None:
         return None
-    array = _array("sinks", sinks, jnp.floating, "a floating-point array")
-    _require(array.shape == (sizes.num_q_heads,), "sinks", array, f"of shape [N] = [{sizes.num_q_heads}]")
+    array = checked_array("sinks", sinks, jnp.floating, "a floating-point array")
+    require(array.shape == (sizes.num_q_heads,), "sinks", sinks, f"of shape [N] = [{sizes.num_q_heads}]")
     return array
 
 
-def _soft_cap(cap: Any) -> float | None:
+def checked_soft_cap(cap: Any) -> float | None:
     if cap is None:
         return None
-    _require(_is_static_number(cap), "logits_soft_cap", cap, "None or a Python number (it is part of the program)")
+    require(_is_static_number(cap), "logits_soft_cap", cap, "None or a Python number (it is part of the program)")
     # Beyond, the quotient or the product with the cap would leave float32.
-    _require(1e-30 <= cap <= 1e30, "logits_soft_cap", cap, "None or a number > 0, from 1e-30 to 1e30")
+    require(1e-30 <= cap <= 1e30, "logits_soft_cap", cap, "None or a number > 0, from 1e-30 to 1e30")
     return float(cap)
 
 
-def _score_mod(
+def traced_score_mod(
     function: Callable[..., Any] | None, dtype: Any, axes: tuple[str, ...]
 ) -> tuple[elementwise.Elementwise | None, tuple[Array, ...]]:
     if function is None:
@@ -330,17 +349,17 @@ def _score_mod(
 
 
 def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:
-    _require(_is_static_number(rate) and 0 <= rate < 1, "dropout_rate", rate, "a Python number in [0, 1)")
+    require(_is_static_number(rate) and 0 <= rate < 1, "dropout_rate", rate, "a Python number in [0, 1)")
     if rate == 0:
         return 0.0, None
     wanted = f"a JAX random key where dropout_rate is {rate}"
-    _require(hasattr(key, "dtype") and hasattr(key, "shape"), "dropout_key", key, wanted)
+    require(hasattr(key, "dtype") and hasattr(key, "shape"), "dropout_key", key, wanted)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    _require(key.shape == () if typed else key.dtype == jnp.uint32 and key.ndim == 1, "dropout_key", key, wanted)
+    require(key.shape == () if typed else key.dtype == jnp.uint32 and key.ndim == 1, "dropout_key", key, wanted)
     try:
         return float(rate), dropout.key_words(key)
     except TypeError as error:
-        raise ValueError(f"dropout_key must be {wanted}, not {_describe(key)}") from error
+        raise ValueError(f"dropout_key must be {wanted}, not {described(key)}") from error
 
 
 def _precision(precision: Any) -> Any:

@@ -112,7 +112,7 @@ class Call(NamedTuple):
             q_overlaps, kv_overlaps = self.blocks.overlapping
             for overlaps, owned in (
                 (q_overlaps, index.q_row >= qi * self.blocks.q),
-                (kv_overlaps, index.kv_pos >= ki * self.blocks.kv),
+                (kv_overlaps, index.kv_row >= ki * self.blocks.kv),
             ):
                 if overlaps:
                     live = owned if live is None else live & owned

@@ -69,7 +69,10 @@ Call = dict[str, Any]  # fields of oracles.Arguments
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "implementation" in metafunc.fixturenames:
-        metafunc.parametrize("implementation", IMPLEMENTATIONS)
+        from tests.cases.common import implementations_of
+
+        in_cases = "cases" in metafunc.definition.path.parts
+        metafunc.parametrize("implementation", implementations_of(metafunc.definition) if in_cases else IMPLEMENTATIONS)
 
 
 class Outputs(NamedTuple):
@@ -154,9 +157,12 @@ def evaluate(
     return Outputs(out, lse, max_logit, gradients)
 
 
-def judge(outputs: Outputs, call: Call, dout: Any = None, dlse: Any = None, *, factor: float = 2.0) -> None:
+def judge(
+    outputs: Outputs, call: Call, dout: Any = None, dlse: Any = None, *, factor: float = 2.0, slack: float = 1.0
+) -> None:
     """Assert that everything in `outputs` is within the error budget of plain attention in the dtype of q, k, v, and
-    has the dtype it should have."""
+    has the dtype it should have. slack: how much wider than usual the part of the budget is that rounding alone fills.
+    """
     dtype = np.dtype(call["q"].dtype)
     want, plain = (oracles.attention(**call, arithmetic=a) for a in (oracles.FLOAT64, oracles.plain(dtype)))
     magnitudes = oracles.rounding_magnitudes(**call, dout=dout, dlse=dlse)
@@ -170,12 +176,13 @@ def judge(outputs: Outputs, call: Call, dout: Any = None, dlse: Any = None, *, f
         floor = 4 * single * largest
         if name not in ("lse", "max_logit"):
             floor += max(float(jnp.finfo(d).eps) for d in (dtype, of)) / 4
-        oracles.assert_within_budget(got, want, plain, factor=factor, floor=floor * magnitudes[name], name=name)
+        oracles.assert_within_budget(got, want, plain, factor=factor, floor=slack * floor * magnitudes[name], name=name)
 
     statistics_dtype = oracles.plain(dtype).compute
     compare("out", outputs.out, want.out, plain.out, dtype)
     compare("lse", outputs.lse, want.lse, plain.lse, statistics_dtype)
-    compare("max_logit", outputs.max_logit, want.max_logit, plain.max_logit, statistics_dtype)
+    if outputs.max_logit is not None:
+        compare("max_logit", outputs.max_logit, want.max_logit, plain.max_logit, statistics_dtype)
     if outputs.gradients:
         exact, rough = (
             oracles.gradients(**call, dout=dout, dlse=dlse, arithmetic=a)
@@ -186,12 +193,14 @@ def judge(outputs: Outputs, call: Call, dout: Any = None, dlse: Any = None, *, f
             compare(f"{name}", gradient, exact[name], rough[name], call[name].dtype)
 
 
-def check(call: Call, implementation: str, *, seed: int = 0, jit: bool = True, factor: float = 2.0) -> Outputs:
+def check(
+    call: Call, implementation: str, *, seed: int = 0, jit: bool = True, factor: float = 2.0, slack: float = 1.0
+) -> Outputs:
     """Run the call forward and backward with random cotangents of out and lse, and judge the results."""
     dout, dlse = cotangents_of(call, seed)
     extra = {"dropout_key": jax.random.key(KEY_SEED)} if call.get("rate") else {}
     outputs = evaluate(call, implementation, dout, dlse, jit=jit, **extra)
-    judge(outputs, call, dout, dlse, factor=factor)
+    judge(outputs, call, dout, dlse, factor=factor, slack=slack)
     return outputs
 
 

@@ -209,7 +209,7 @@ def gradients(
     dout, dlse = _cotangents(f, dout, dlse)
     with np.errstate(invalid="ignore"):
         dp = arithmetic.stored(dout @ f.v.swapaxes(-1, -2))
-    dp = np.where(f.live, dp * f.drop, 0)
+        dp = np.where(f.live, dp * f.drop, 0)
     delta = (f.p * dp).sum(-1)
     d_row = dlse - delta  # what every logit of the row and the sink share
     dlogits = np.where(f.live, f.p * (dp + d_row[..., None]), 0)

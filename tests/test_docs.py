@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -47,6 +48,12 @@ def test_examples_run(path):
     assert not failures, "".join(failures)
 
 
+@pytest.mark.parametrize("name", ["cache", "combine", "decode", "rotary"])
+def test_examples_of_docstrings_run(name):
+    results = doctest.testmod(importlib.import_module(f"pallas_flash.{name}"))
+    assert results.attempted > 0 and results.failed == 0
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
     assert [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()] == []
@@ -66,13 +73,13 @@ def test_readme_begins_with_the_two_commands():
 
 def test_support_table_is_current():
     readme = (ROOT / "README.md").read_text()
-    assert readme == support_table.with_table(readme), "run `make readme`"
+    assert readme == support_table.with_tables(readme), "run `make readme`"
 
 
 def test_a_stale_support_table_is_found():
     readme = (ROOT / "README.md").read_text()
     stale = readme.replace("| `sinks` with their gradient | yes |", "| `sinks` with their gradient | no |")
-    assert stale != readme == support_table.with_table(stale)
+    assert stale != readme == support_table.with_tables(stale)
 
 
 def layout_paths() -> list[str]:

@@ -188,6 +188,7 @@ def decode_linen(attention, x: jax.Array) -> jax.Array:
     return jnp.concatenate(rows, axis=1)
 
 
+@pytest.mark.case("B03")
 @pytest.mark.parametrize("decode", [decode_nnx, decode_linen])
 def test_decoding_with_the_cache_of_the_module(decode):
     x = random(BATCH, 6, FEATURES)

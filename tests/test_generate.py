@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.generate import Sampling, generate, sample
+from models.generate import Sampling, _generate, generate, sample
 from models.transformer import Transformer
 from tests.test_models import ALL_OPTIONS, SMALL, extend, logits_of, make
 
@@ -44,6 +44,18 @@ def test_tokens_equal_recomputation_for_ragged_prompts(options):
     oracle = make(**options | {"attention": "reference"})
     assert tokens.dtype == jnp.int32
     np.testing.assert_array_equal(tokens, recompute(oracle, prompts, LENGTHS, 9))
+
+
+def test_prompts_go_through_flash_attention_and_tokens_through_flash_decode():
+    model, prompts = make(num_layers=1), random_prompts(LENGTHS)
+    arguments = (model, jnp.asarray(prompts), jnp.asarray(LENGTHS), None, Sampling(None, None, None), None)
+    program = _generate.lower(*arguments, max_new_tokens=9).as_text()
+    assert program.count("call @forward") == 1 and program.count("call @decode") == 1
+    hopper = make(num_layers=1, compute_dtype="bfloat16", attention="sm90", decode="sm90")
+    on_gpu = _generate.trace(hopper, *arguments[1:], max_new_tokens=9).lower(lowering_platforms=("cuda",)).as_text()
+    assert on_gpu.count("call @decode") == 1 and "mosaic_gpu" in on_gpu
+    with pytest.raises(ValueError, match="implementation"):
+        generate(make(num_layers=1, decode="no_such"), prompts, LENGTHS, max_new_tokens=2)
 
 
 def test_logits_of_the_cache_equal_those_of_one_pass():

@@ -15,6 +15,7 @@ from tests import oracles
 from tests.conftest import check, cotangents_of, evaluate, inputs, judge
 
 
+@pytest.mark.case("C05", "C06")
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (4, 1), (4, 4), (8, 2), (12, 2)])
 def test_groups_of_heads(implementation: str, heads: tuple[int, int]) -> None:
     """dk and dv sum over the query heads of a group; Hv below, at and above H."""
@@ -22,6 +23,7 @@ def test_groups_of_heads(implementation: str, heads: tuple[int, int]) -> None:
         check(inputs(heads=heads, dims=(6, value_dim)), implementation, jit=False)
 
 
+@pytest.mark.case("C05")
 def test_grouped_heads_equal_repeated_ones(implementation: str) -> None:
     call = inputs(heads=(6, 2))
     group = lambda x: jnp.repeat(x, 3, axis=2)  # noqa: E731
@@ -34,6 +36,7 @@ def test_grouped_heads_equal_repeated_ones(implementation: str) -> None:
         np.testing.assert_allclose(grouped.gradients[name], summed, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.case("C08", "E03")
 @pytest.mark.parametrize("q_len, kv_len", [(4, 8), (8, 4), (100, 130), (1, 200), (200, 1), (150, 151)])
 def test_bottom_right_causal(implementation: str, q_len: int, kv_len: int) -> None:
     """Forward and backward agree on where the diagonal lies (C08)."""
@@ -41,6 +44,7 @@ def test_bottom_right_causal(implementation: str, q_len: int, kv_len: int) -> No
     check(call | {"is_causal": True, "query_offset": kv_len - q_len}, implementation)
 
 
+@pytest.mark.case("C01")
 def test_rows_of_dbias_sum_to_zero(implementation: str) -> None:
     call = inputs()
     call["bias"] = np.random.default_rng(0).normal(size=(2, 6, 5, 7)).astype(np.float32)
@@ -52,6 +56,7 @@ def test_rows_of_dbias_sum_to_zero(implementation: str) -> None:
     np.testing.assert_allclose(with_lse.sum(-1), dlse.transpose(0, 2, 1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.case("C01")
 def test_a_table_of_relative_positions_learns(implementation: str) -> None:
     """The gradient reaches a bucket table through a gather into the bias, and through one captured by score_mod."""
     call, rng = inputs(), np.random.default_rng(1)
@@ -76,6 +81,7 @@ def test_a_table_of_relative_positions_learns(implementation: str) -> None:
     np.testing.assert_allclose(jnp.vdot(want, direction), numeric, rtol=1e-2)
 
 
+@pytest.mark.case("C12", "C13")
 def test_sinks(implementation: str) -> None:
     """float32 sinks beside bfloat16 inputs with grouped heads, a window and rows without a key (C12, C13)."""
     sinks = np.random.default_rng(2).normal(size=6).astype(np.float32)
@@ -88,6 +94,7 @@ def test_sinks(implementation: str) -> None:
     np.testing.assert_allclose(outputs.gradients["sinks"], dlse.sum((0, 1)), rtol=1e-5)
 
 
+@pytest.mark.case("C15")
 def test_losses_on_lse_alone(implementation: str) -> None:
     call = inputs() | {"sinks": np.linspace(-1, 1, 6, dtype=np.float32), "soft_cap": 3.0}
     dout = np.zeros((2, 5, 6, 6), np.float32)
@@ -100,6 +107,7 @@ def test_losses_on_lse_alone(implementation: str) -> None:
         assert np.abs(outputs.gradients["q"]).max() > 1e-2
 
 
+@pytest.mark.case("I04", "C15")
 def test_chunks_of_keys_merge_by_lse(implementation: str) -> None:
     """Value and gradient of attention over 4 chunks of keys, merged by lse, equal those of the whole."""
     call = inputs(kv_len=12)
@@ -122,6 +130,7 @@ def test_chunks_of_keys_merge_by_lse(implementation: str) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.case("C11")
 def test_the_soft_cap_has_its_slope(implementation: str) -> None:
     """Scores of up to 168 under a cap of 30, beside a mask and a bias; a cap of 1 (C11)."""
     call = inputs(q_len=33, kv_len=35, dims=(16, 8))
@@ -139,6 +148,7 @@ def test_the_soft_cap_has_its_slope(implementation: str) -> None:
     np.testing.assert_allclose(outputs.gradients["q"].item(), want, rtol=1e-3)
 
 
+@pytest.mark.case("C09")
 def test_masked_pairs_have_no_weight_in_the_backward(implementation: str) -> None:
     """v and dout large on masked pairs: the recomputed weights there are exactly 0 (C09)."""
     call = inputs(q_len=90, kv_len=90, heads=(1, 1), dims=(16, 16), batch=1) | {"window": (5, 0)}
@@ -152,6 +162,7 @@ def test_masked_pairs_have_no_weight_in_the_backward(implementation: str) -> Non
         assert (np.asarray(outputs.gradients[name])[:, 40:] == 0).all()
 
 
+@pytest.mark.case("A17")
 def test_keys_that_no_query_reads_get_zero(implementation: str) -> None:
     call = inputs(q_len=9, kv_len=30, batch=1, heads=(2, 1)) | {"is_causal": True}
     gradients = check(call, implementation, jit=False).gradients
@@ -160,6 +171,7 @@ def test_keys_that_no_query_reads_get_zero(implementation: str) -> None:
         assert (np.asarray(gradients[name])[:, :9] != 0).any()
 
 
+@pytest.mark.case("A14")
 def test_zero_cotangents_give_zeros(implementation: str) -> None:
     call = inputs(q_len=20, kv_len=21) | {"is_causal": True, "sinks": np.ones(6, np.float32), "scale": np.float32(0.5)}
     call["bias"] = np.where(np.tri(20, 21, dtype=bool), 0, np.finfo(np.float16).min).astype(np.float16)
@@ -168,6 +180,7 @@ def test_zero_cotangents_give_zeros(implementation: str) -> None:
         assert (np.asarray(gradient) == 0).all()
 
 
+@pytest.mark.case("C17")
 def test_integer_operands_take_no_part(implementation: str) -> None:
     """Traced lengths, ids and offsets; ids computed from a float; has_aux; inside scan and remat (C17)."""
     call = inputs(q_len=7)
@@ -192,6 +205,7 @@ def test_integer_operands_take_no_part(implementation: str) -> None:
     assert np.abs(want).max() > 1e-2
 
 
+@pytest.mark.case("C16")
 def test_transposed_and_broadcast_operands(implementation: str) -> None:
     """q a transpose, k and v slices of a packed projection, the cotangent a broadcast scalar (C16)."""
     rng = np.random.default_rng(4)
@@ -215,6 +229,7 @@ def test_max_logit_has_no_gradient(implementation: str) -> None:
     assert (np.asarray(jax.grad(loss)(jnp.asarray(call["q"]))) == 0).all()
 
 
+@pytest.mark.case("C03")
 def test_gradients_have_their_inputs_dtypes(implementation: str) -> None:
     for dtype, other in ((jnp.bfloat16, np.float32), (np.float16, np.float32), (np.float32, jnp.bfloat16)):
         call, rng = inputs(dtype=dtype), np.random.default_rng(5)

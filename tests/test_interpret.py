@@ -121,10 +121,12 @@ CASES = {
         SMALL,
     ),
     "traced scale < 0 and offsets, prefix, chunks, query lengths": (
-        AttentionSpec(None, (masks.PrefixLM(), masks.Chunked(100), masks.QueryLengths()), q_offset=None),
+        AttentionSpec(
+            None, (masks.PrefixLM(), masks.Chunked(100), masks.QueryLengths()), q_offset=None, kv_offset=None
+        ),
         operands_of(
             2, 128, 192, 1, 1, (64, 64), scale=jnp.float32(-0.1), q_offset=jnp.array([0, 50]),
-            mask=((jnp.array([30, 150]),), (), (jnp.array([70, 128]),)),
+            kv_offset=jnp.array([20, -10]), mask=((jnp.array([30, 150]),), (), (jnp.array([70, 128]),)),
         ),
         SMALL,
     ),
@@ -152,10 +154,10 @@ CASES = {
         dataclasses.replace(SMALL, rescale_threshold=4.0),
     ),
     "a bias for each key, dropout, traced offsets": (
-        AttentionSpec(0.125, (CAUSAL,), q_offset=None, dropout_rate=0.3),
+        AttentionSpec(0.125, (CAUSAL,), q_offset=None, kv_offset=7, dropout_rate=0.3),
         operands_of(
             2, 64, 100, 1, 1, (64, 64), bias=bias_of(2, 1, 1, 100), q_offset=jnp.array([60, -10]),
-            dropout_key=jnp.array([7, 2**32 - 5], jnp.uint32),
+            origin=jnp.array([3, 5]), dropout_key=jnp.array([7, 2**32 - 5], jnp.uint32),
         ),
         SMALL,
     ),

@@ -91,18 +91,21 @@ CASES = {
     ),
     "traced scale < 0 and offsets, prefix, chunks, lengths": (
         AttentionSpec(
-            None, (masks.PrefixLM(), masks.Chunked(100), masks.QueryLengths(), masks.KeyValueLengths()), q_offset=None
+            None, (masks.PrefixLM(), masks.Chunked(100), masks.QueryLengths(), masks.KeyValueLengths()),
+            q_offset=None, kv_offset=None,
         ),
         operands_of(
             2, 128, 192, 1, 1, (64, 64), scale=jnp.float32(-0.1), q_offset=jnp.array([0, 50]),
+            kv_offset=jnp.array([20, -10]),
             mask=((jnp.array([30, 150]),), (), (jnp.array([70, 128]),), (jnp.array([150, 192]),)),
         ),
         BY_ROWS,
     ),
     "shared keys: score_mod, soft cap, segments, dropout": (
-        AttentionSpec(0.1, (masks.Segments(),), soft_cap=4.0, score_mod=SIGMOID["spec"], dropout_rate=0.2),
+        AttentionSpec(0.1, (masks.Segments(),), kv_offset=9, soft_cap=4.0, score_mod=SIGMOID["spec"], dropout_rate=0.2),
         operands_of(
             1, 128, 128, 1, 1, (200, 136), mask=((DOCUMENTS, DOCUMENTS),), score_mod=SIGMOID["operands"],
+            origin=jnp.array([3, 5]),
             dropout_key=jnp.array([7, 2**32 - 5], jnp.uint32),
         ),
         SHARED,

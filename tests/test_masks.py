@@ -27,6 +27,7 @@ def counts(implementation: str, q_len: int, kv_len: int, **options: Any) -> list
     return number.tolist()
 
 
+@pytest.mark.case("B05", "B06")
 def test_windows_include_both_ends(implementation: str) -> None:
     def count(window: Any, **options: Any) -> list[int]:
         return counts(implementation, 16, 16, local_window_size=window, **options)
@@ -39,6 +40,7 @@ def test_windows_include_both_ends(implementation: str) -> None:
     np.testing.assert_array_equal(weights(implementation, 16, 16, local_window_size=(0, 0)), np.eye(16))
 
 
+@pytest.mark.case("B08")
 def test_a_wide_side_does_not_open_the_other(implementation: str) -> None:
     causal = list(range(1, 65))
     for left in (63, 64, None, -1, 10**6, 2**40):
@@ -48,6 +50,7 @@ def test_a_wide_side_does_not_open_the_other(implementation: str) -> None:
     assert counts(implementation, 4, 9, local_window_size=(None, None)) == [9] * 4
 
 
+@pytest.mark.case("B02", "B03", "B09")
 def test_offsets_move_the_diagonal(implementation: str) -> None:
     assert counts(implementation, 6, 3, is_causal=True, query_offset=-3) == [0, 0, 0, 1, 2, 3]
     assert counts(implementation, 6, 3, local_window_size=(2, 9), query_offset=-3) == [3] * 6
@@ -69,6 +72,7 @@ def test_chunks_and_prefixes(implementation: str) -> None:
     assert count(masks.prefix_lm(100)) == count(masks.everything()) == [8] * 8
 
 
+@pytest.mark.case("B13")
 def test_lengths_are_clamped_and_honoured_alone(implementation: str) -> None:
     count = lambda **options: counts(implementation, 5, 7, **options)  # noqa: E731
     for name, want in (("key_value_seq_lengths", [3] * 5), ("query_seq_lengths", [7, 7, 7, 0, 0])):
@@ -78,6 +82,7 @@ def test_lengths_are_clamped_and_honoured_alone(implementation: str) -> None:
     assert count(mask=masks.lengths(3, 2)) == [2, 2, 2, 0, 0]
 
 
+@pytest.mark.case("B13")
 def test_keys_behind_their_length_have_no_effect_to_the_bit(implementation: str) -> None:
     lengths = np.array([24, 61, 53, 0])
     call = inputs(batch=4, q_len=61, kv_len=61, heads=(4, 2), dims=(16, 16), dtype=jnp.bfloat16)
@@ -92,6 +97,7 @@ def test_keys_behind_their_length_have_no_effect_to_the_bit(implementation: str)
     assert (np.asarray(want[3]) == 0).all()
 
 
+@pytest.mark.case("A06", "B22")
 def test_masked_keys_never_win(implementation: str) -> None:
     """Real logits of -20000 (A06), negative logits beside a masked key (B22): weight exactly 0, not exp(-1e4)."""
     q, k, v = (jnp.array(x, jnp.float32).reshape(1, 2, 1, 1) for x in ([-20000, -20000], [1, 0], [1, 100]))
@@ -110,6 +116,7 @@ def test_masked_keys_never_win(implementation: str) -> None:
         assert first.item() == 1
 
 
+@pytest.mark.case("B17")
 def test_causal_and_a_mask_intersect(implementation: str) -> None:
     """Perturbing the last key changes the last row alone, whatever else is given."""
     call = inputs(q_len=6, kv_len=6, heads=(4, 2))
@@ -127,6 +134,7 @@ def test_causal_and_a_mask_intersect(implementation: str) -> None:
         assert not np.allclose(before[:, 5], after[:, 5])
 
 
+@pytest.mark.case("B15")
 def test_segments(implementation: str) -> None:
     """Reordered ids, one id in two places, ids without partner, ids of different length for queries and keys."""
     rows = np.array([[1, 1, 1, 2, 2, 2, 2, 0, 0], [7, 3, 7, -1, 3, 3, 9, 7, 0]], np.int32)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.attention import Attention, KVCache, Rows
+from models.attention import Attention, Rows
 from models.config import PRESETS, TransformerConfig
 from models.layers import rotary
 from models.transformer import Transformer
+from pallas_flash import Cache
 
 SMALL = TransformerConfig(
     vocab_size=32,
@@ -48,7 +49,7 @@ def logits_of(model: Transformer, tokens: jax.Array, segment_ids=None, lengths=N
 
 
 @jax.jit
-def extend(model: Transformer, tokens, caches, offset, lengths) -> tuple[jax.Array, list[KVCache]]:
+def extend(model: Transformer, tokens, caches, offset, lengths) -> tuple[jax.Array, list[Cache]]:
     return model.extend(tokens, caches, offset=offset, lengths=lengths)
 
 
@@ -123,6 +124,7 @@ def test_every_option_changes_the_result(option):
     assert np.abs(logits_of(make(**{option: ALL_OPTIONS[option]}), tokens) - logits_of(make(), tokens)).max() > 1e-3
 
 
+@pytest.mark.case("H14")
 def test_no_token_sees_later_ones():
     model, tokens = make(**ALL_OPTIONS), random_tokens()
     changed = tokens.at[:, 11].add(1) % SMALL.vocab_size
@@ -191,6 +193,7 @@ def test_remat_keeps_what_attention_saves_and_nothing_else_of_a_block(capsys):
     assert kept == sorted(2 * ["f32[2,19,4,8]", "f32[2,4,19]", "f32[2,4,19]", f"f32[2,19,{width}]"])
 
 
+@pytest.mark.case("G08")
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_forward_pass_of_attention_runs_once(remat):
     tokens, model = random_tokens(), make(remat=remat, num_layers=1)
@@ -198,14 +201,7 @@ def test_the_forward_pass_of_attention_runs_once(remat):
     assert program.count("call @forward") == 1 and program.count("call @backward") == 1
 
 
-def test_cache_rows_are_written_where_each_row_stands():
-    cache = KVCache.empty(SMALL, batch=2, capacity=6)
-    new = jnp.ones((2, 2, SMALL.num_kv_heads, SMALL.head_dim))
-    written = cache.write(new, 2 * new, jnp.array([0, 3]))
-    np.testing.assert_array_equal(written.key[:, :, 0, 0], [[1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 0]])
-    np.testing.assert_array_equal(written.value, 2 * written.key)
-
-
+@pytest.mark.case("H12", "H14")
 def test_extending_ragged_caches_in_pieces_equals_one_pass():
     model, tokens = make(**ALL_OPTIONS), random_tokens(length=19)
     caches, offset = model.empty_caches(batch=2, capacity=16), jnp.zeros(2, jnp.int32)

@@ -33,6 +33,7 @@ def dead_rows() -> dict[str, Call]:
     }
 
 
+@pytest.mark.case("A01", "A15")
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("way", dead_rows())
 def test_rows_without_keys(implementation: str, way: str, dtype: Any) -> None:
@@ -48,6 +49,7 @@ def test_rows_without_keys(implementation: str, way: str, dtype: Any) -> None:
     np.testing.assert_array_equal(alone, outputs.out)
 
 
+@pytest.mark.case("A02", "I03")
 def test_the_answer_does_not_depend_on_what_is_returned(implementation: str) -> None:
     call = inputs() | dead_rows()["one head"] | {"bias": np.ones((5, 7), np.float32)}
 
@@ -73,6 +75,7 @@ def test_the_answer_does_not_depend_on_what_is_returned(implementation: str) -> 
 JUNK = (np.nan, np.inf, -np.inf)
 
 
+@pytest.mark.case("A09", "A16")
 @pytest.mark.parametrize("junk", JUNK)
 def test_junk_behind_lengths(implementation: str, junk: float) -> None:
     """Bitwise the result with zeros there; in q, k, v, bias and dout (A09, A11, A16)."""
@@ -98,6 +101,7 @@ def test_junk_behind_lengths(implementation: str, junk: float) -> None:
         assert (gradient[np.broadcast_to(behind, gradient.shape)] == 0).all()
 
 
+@pytest.mark.case("A11")
 @pytest.mark.parametrize("how", ["causal", "mask", "segments", "bias"])
 def test_junk_in_masked_keys(implementation: str, how: str) -> None:
     """NaN in the last key reaches the rows that read it and no other, forward and backward (A11)."""
@@ -142,6 +146,7 @@ def test_junk_that_is_read_shows(implementation: str) -> None:
         assert np.isnan(np.asarray(evaluate(call, implementation, jit=False).out)).any()
 
 
+@pytest.mark.case("A04", "A12")
 def test_the_lowest_finite_bias_is_not_a_mask(implementation: str) -> None:
     """A row of finfo.min is the mean of v; a block of keys of it has no weight; twice it is -inf: no key (A04, A12)."""
     call = inputs(kv_len=21, dims=(8, 8))
@@ -163,6 +168,7 @@ def test_the_lowest_finite_bias_is_not_a_mask(implementation: str) -> None:
     assert (np.asarray(check(half | {"bias": twice}, implementation, jit=False).out)[0] == 0).all()
 
 
+@pytest.mark.case("D01")
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_huge_logits(implementation: str, dtype: Any) -> None:
     """One key and equal keys of 133120 and 1e15 (D01): the mean of v, whatever max and product round to."""
@@ -175,6 +181,7 @@ def test_huge_logits(implementation: str, dtype: Any) -> None:
             np.testing.assert_allclose(lse, np.float64(q[0, 0, 0, 0]) ** 2 * 8, rtol=1e-6)
 
 
+@pytest.mark.case("D02")
 def test_scores_beyond_float16(implementation: str) -> None:
     """Raw scores of 8e6 and a dout of 1e3 in float16 (D02)."""
     q = np.full((1, 1, 1, 128), 256, np.float16)
@@ -188,6 +195,7 @@ def test_scores_beyond_float16(implementation: str) -> None:
     judge(evaluate(call, implementation, dout, jit=False), call, dout)
 
 
+@pytest.mark.case("D04")
 @pytest.mark.parametrize("scale", [0.0, 1e-30, -0.7, np.float32(0.0), np.float32(1e-30)])
 def test_unusual_scales(implementation: str, scale: Any) -> None:
     """Static and traced, beside causality, a mask, a bias of -inf and dead rows; the traced has a gradient (D04)."""
@@ -201,6 +209,7 @@ def test_unusual_scales(implementation: str, scale: Any) -> None:
         assert (np.asarray(outputs.gradients["q"]) == 0).all() and (np.asarray(outputs.gradients["k"]) == 0).all()
 
 
+@pytest.mark.case("D12", "D05")
 @pytest.mark.parametrize("head_dim", [1, 63, 72, 96])
 def test_the_default_scale_is_by_the_true_head_dim(implementation: str, head_dim: int) -> None:
     call = inputs(dims=(head_dim, 5), heads=(2, 1))
@@ -209,6 +218,7 @@ def test_the_default_scale_is_by_the_true_head_dim(implementation: str, head_dim
         check(call | {"bias": bias, "sinks": np.float32([1, -1]), "scale": scale}, implementation, jit=False)
 
 
+@pytest.mark.case("D13")
 def test_small_soft_caps_leave_masked_keys_dead(implementation: str) -> None:
     """A cap of 0.5 on a mask would leave the future half of the weight (D13)."""
     for cap in (1.0, 0.5):
@@ -218,6 +228,7 @@ def test_small_soft_caps_leave_masked_keys_dead(implementation: str) -> None:
             np.testing.assert_array_equal(outputs.out[:, 0], np.repeat(call["v"][:, 0], 2, axis=1))
 
 
+@pytest.mark.case("D16")
 def test_soft_cap_comes_before_the_bias(implementation: str) -> None:
     call = inputs(q_len=8, kv_len=8) | {"soft_cap": 5.0}
     bias = np.linspace(-16, 16, 64, dtype=np.float32).reshape(8, 8)
@@ -225,6 +236,7 @@ def test_soft_cap_comes_before_the_bias(implementation: str) -> None:
     assert np.abs(with_bias.lse).max() > 10  # a bias inside the cap could not get there
 
 
+@pytest.mark.case("H04")
 def test_extreme_sinks(implementation: str) -> None:
     call = inputs()
     for value in (1e4, -1e4, 20.0):
@@ -233,6 +245,7 @@ def test_extreme_sinks(implementation: str) -> None:
     check(call | {"sinks": np.full(6, 20, np.float32)}, implementation, jit=False)
 
 
+@pytest.mark.case("F01", "F02")
 @pytest.mark.parametrize("rate", [0.1, 0.9])
 def test_dropout(implementation: str, rate: float) -> None:
     """The rate kept, the scale 1 / (1 - rate) forward and backward, one mask for both (F01, F02)."""
@@ -249,6 +262,7 @@ def test_dropout(implementation: str, rate: float) -> None:
     np.testing.assert_allclose(outputs.lse, evaluate(undropped, implementation).lse, rtol=1e-6)
 
 
+@pytest.mark.case("F01")
 def test_the_dropout_mask_depends_on_nothing_but_its_place(implementation: str) -> None:
     """Key, batch, head, query and key give the bit: not the lengths, not the tiles, not the other arguments."""
     whole = dropout_keep((2, 6, 40, 50), 0.5)
@@ -262,6 +276,7 @@ def test_the_dropout_mask_depends_on_nothing_but_its_place(implementation: str) 
         assert 0.4 < (first == second).mean() < 0.6
 
 
+@pytest.mark.case("F04", "F05")
 def test_dropout_under_jit_and_keys(implementation: str) -> None:
     """A traced key; old and new keys; another key is another mask; a dead row stays 0 (F04, F05)."""
     call = inputs(q_len=12, kv_len=13)
@@ -281,6 +296,7 @@ def test_dropout_under_jit_and_keys(implementation: str) -> None:
     assert (batched[0] != batched[1]).any()
 
 
+@pytest.mark.case("E11")
 @pytest.mark.parametrize("empty", ["batch", "q_len", "kv_len", "N = K", "H", "Hv"])
 def test_sizes_of_zero(implementation: str, empty: str) -> None:
     """E11: an empty result, or what no keys and no features mean."""
@@ -293,6 +309,7 @@ def test_sizes_of_zero(implementation: str, empty: str) -> None:
         np.testing.assert_allclose(outputs.out[:, 0], np.repeat(call["v"].mean(1), 2, axis=1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.case("G03")
 def test_batch_dimensions(implementation: str) -> None:
     """None, two and three of them, with bias, mask, lengths and ids to match (G03)."""
     for lead in ((), (2, 3), (1, 2, 2)):
@@ -327,6 +344,7 @@ def test_float32_accuracy_of_xla() -> None:
     assert oracles.error(oracles.attention(**rough).out, oracles.attention(**call).out)[1] > 1e-5
 
 
+@pytest.mark.case("D09")
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
 def test_long_rows(implementation: str, dtype: Any) -> None:
     """Several tiles of the real size, forward and backward, within the budget; the same bits twice."""
@@ -358,6 +376,7 @@ def test_companions_of_the_budget(implementation: str) -> None:
             judge(outputs, call, dout, dlse)
 
 
+@pytest.mark.case("D08")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_x64_mode(implementation: str, dtype: Any) -> None:
     """Under x64, float32 gives the bits it always gives, with int64 lengths too; float64 gives float64 (D08)."""

@@ -65,6 +65,7 @@ def unexpected(leaves: list[Any], arguments: dict[str, Any]) -> dict[str, int]:
     return dict(floats - allowed) | dict(large - allowed)
 
 
+@pytest.mark.case("J05")
 @pytest.mark.parametrize("saving", SAVING)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_only_operands_and_o_m_l_are_kept(saving: str, feature: str) -> None:
@@ -113,6 +114,7 @@ def test_memory_of_xla_is_linear(backward: bool) -> None:
     assert quadratic[1] > 3 * quadratic[0]  # the companion
 
 
+@pytest.mark.case("J02", "J03")
 @pytest.mark.usefixtures("fully_optimised")
 def test_operands_that_broadcast_are_not_materialised() -> None:
     """A bias [T, S], a mask [B, S] and segment ids: no buffer is as large as the scores, nor half (J02, J03)."""

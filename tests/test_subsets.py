@@ -49,6 +49,7 @@ def union(parts: Any) -> Call:
     return {name: value for part in parts for name, value in part.items()}
 
 
+@pytest.mark.case("B04")
 @pytest.mark.parametrize("size", range(len(masking()) + 1))
 def test_every_subset_of_the_masking_arguments(implementation: str, size: int) -> None:
     parts = masking()
@@ -103,6 +104,7 @@ DANGEROUS: dict[str, Call] = {
 }
 
 
+@pytest.mark.case("B24")
 @pytest.mark.parametrize("sizes", DANGEROUS)
 def test_every_broadcast_of_bias_and_mask(implementation: str, sizes: str) -> None:
     call = inputs(**DANGEROUS[sizes])

@@ -26,6 +26,7 @@ def tensors(**sizes: Any) -> tuple[Any, Any, Any]:
     return tuple(jnp.asarray(call[name]) for name in "qkv")
 
 
+@pytest.mark.case("G01")
 @pytest.mark.parametrize("group", range(4))
 def test_vmap_over_any_arguments(implementation: str, group: int) -> None:
     """All patterns of in_axes over (q, k, v, bias, lengths) equal a loop, forward and grad (G01)."""
@@ -52,6 +53,7 @@ def test_vmap_over_any_arguments(implementation: str, group: int) -> None:
             jax.tree.map(close, got, want)
 
 
+@pytest.mark.case("G03")
 def test_vmap_of_rank_three_and_of_other_axes(implementation: str) -> None:
     """No batch dimension, the mapped axis first, second or last, a scalar length, vmap of vmap (G03)."""
     q, k, v = tensors(heads=(4, 2))
@@ -65,6 +67,7 @@ def test_vmap_of_rank_three_and_of_other_axes(implementation: str) -> None:
     close(twice[:, 0], attend(q, k, v))
 
 
+@pytest.mark.case("G01")
 def test_jacrev_and_vmap_of_grad(implementation: str) -> None:
     q, k, v = tensors(batch=1, q_len=2, kv_len=3, heads=(1, 1), dims=(2, 2))
     attend = lambda q: flash_attention(q, k, v, implementation=implementation)  # noqa: E731
@@ -113,6 +116,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.case("G08", "G09")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_remat(implementation: str, policy: str) -> None:
     """Gradients are the same bits under every policy, with and without lse, in a scan over layers too (G08, G09)."""
@@ -132,6 +136,7 @@ def test_remat(implementation: str, policy: str) -> None:
         close(jax.grad(loss(remat, return_residual))(q), want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.case("G08")
 def test_a_policy_that_keeps_o_m_l_runs_the_forward_once() -> None:
     q, k, v = tensors(heads=(4, 2))
 
@@ -157,6 +162,7 @@ def test_scan_over_layers(implementation: str) -> None:
     close(jax.jit(jax.grad(scanned))(weights), jax.grad(looped)(weights), rtol=1e-3)
 
 
+@pytest.mark.case("B26")
 def test_static_options_are_part_of_the_cache_key(implementation: str) -> None:
     """Window 8, none, 16, a cap, a scale, in one process at the same shapes: five different right answers (B26)."""
     call = inputs(q_len=30, kv_len=30, heads=(2, 1))
@@ -192,6 +198,7 @@ SHARDINGS = {
 }
 
 
+@pytest.mark.case("G05", "G06")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("over", SHARDINGS)
 def test_shard_map(implementation: str, over: str, check_vma: bool) -> None:
@@ -227,6 +234,7 @@ def test_jit_with_sharded_arguments(implementation: str) -> None:
     close(attend(*placed), attend(q, k, v))
 
 
+@pytest.mark.case("G11")
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_lowers_and_exports_for_other_platforms(implementation: str, platform: str) -> None:
     q, k, v = tensors()

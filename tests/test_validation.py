@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 import pallas_flash
 from pallas_flash import explain, flash_attention, masks, reference_attention
+from pallas_flash.flax import attention_fn, make_attention_fn
 
 Q = jnp.zeros((2, 5, 6, 8))
 K = jnp.zeros((2, 7, 3, 8))
@@ -25,7 +27,10 @@ WRONG: dict[str, list[Any]] = {
     "query": [jnp.zeros((2, 5, 6, 8), jnp.int32), jnp.zeros((6, 8)), "q", None, jnp.zeros((2, 5, 6, 8), jnp.complex64)],
     "key": [jnp.zeros((2, 7, 3, 9)), jnp.zeros((3, 7, 3, 8)), jnp.zeros((7, 3, 8)), jnp.zeros((2, 7, 3, 8), bool)],
     "value": [jnp.zeros((2, 8, 3, 4)), jnp.zeros((2, 7, 6, 4)), jnp.zeros((2, 7, 3)), jnp.zeros((2, 7, 3, 4), np.int8)],
-    "bias": [np.ones((5, 7), bool), np.ones((5, 7), np.int32), np.ones((5, 6), np.float32), np.ones((3, 1, 5, 7)), "b"],
+    "bias": [
+        np.ones((5, 7), bool), np.ones((5, 7), np.int32), np.ones((5, 6), np.float32),
+        np.ones((3, 1, 5, 7), np.float32), "b",
+    ],
     "mask": [
         np.ones((5, 7), np.int32), np.ones((5, 7), np.float32), np.where(np.eye(5, 7), 0, -inf), np.ones((7, 5), bool),
         np.ones((2, 3, 5, 7), bool), np.ones((2, 2, 6, 5, 7), bool), 1, lambda b, h, i, j: i >= j,
@@ -56,18 +61,76 @@ WRONG: dict[str, list[Any]] = {
 CASES = [(name, i) for name, values in WRONG.items() for i in range(len(values))]
 
 
+@pytest.mark.case("B21", "D15", "F05", "K10")
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_wrong_arguments_are_refused_by_name(name: str, number: int) -> None:
     arguments = {"query": Q, "key": K, "value": V, "dropout_key": jax.random.key(0)} | {name: WRONG[name][number]}
     for implementation in (None, "reference"):
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=name) as caught:
             flash_attention(**{"implementation": implementation} | arguments)
+    assert_says(str(caught.value), name, WRONG[name][number])
+
+
+def assert_says(message: str, name: str, value: Any) -> None:
+    """A message names the argument, says what it must be, and what came: a value, or dtype and shape of an array."""
+    assert name in message and " must " in message, message
+    if callable(value):
+        return  # what it returns, or why it cannot be called
+    parts = value if isinstance(value, tuple) else ()
+    assert any(said(each) in message for each in (value, *parts)), message  # of a pair, the one that is wrong
+
+
+def said(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray | jax.Array) else repr(value)
+
+
+# Other public functions: calls that are wrong, the argument that their message names, and what came.
+WRONG_CALLS: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "a window below -1": (lambda: masks.sliding_window(-2, 0), "left", "-2"),
+    "a fractional window": (lambda: masks.sliding_window(0, 1.5), "right", "1.5"),
+    "a bool as a window": (lambda: masks.sliding_window(True), "left", "True"),
+    "an empty chunk": (lambda: masks.chunked(0), "size", "0"),
+    "a fractional chunk": (lambda: masks.chunked(2.0), "size", "2.0"),
+    "a fractional prefix": (lambda: masks.prefix_lm(1.5), "length", "1.5"),
+    "no prefix": (lambda: masks.prefix_lm(None), "length", "None"),
+    "fractional lengths": (lambda: masks.lengths(np.ones(2)), "query", "float64[2]"),
+    "lengths as text": (lambda: masks.lengths(key_value="3"), "key_value", "'3'"),
+    "fractional ids": (lambda: masks.segments(np.zeros((1, 3))), "query", "float64[1, 3]"),
+    "ids as bools": (lambda: masks.segments(np.zeros((1, 3), int), np.zeros((1, 3), bool)), "key_value", "bool[1, 3]"),
+    "a predicate of numbers": (lambda: masks.predicate(lambda b, h, i, j: i - j), "masks.predicate", "int32[]"),
+    "no predicate": (lambda: masks.predicate(3), "masks.predicate", "3"),
+    "explain": (lambda: explain(Q, K, V, logits_soft_cap=0.0), "logits_soft_cap", "0.0"),
+    "a name for explain": (lambda: explain(Q, K, V, implementation="fast"), "implementation", "'fast'"),
+    "the reference": (lambda: reference_attention(Q, K, V, scale="x"), "scale", "'x'"),
+    "an option of Flax's": (lambda: make_attention_fn(mask=None), "mask", "set by the Flax module"),
+    "an option that is none": (lambda: make_attention_fn(windows=3), "windows", "not an argument"),
+    "dropout without a key": (
+        lambda: attention_fn(Q, Q, Q, dropout_rate=0.5, broadcast_dropout=False), "dropout_rng", "0.5",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_other_public_functions_refuse_by_name(name: str) -> None:
+    call, argument, came = WRONG_CALLS[name]
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert argument in str(caught.value) and came in str(caught.value)
+
+
+def test_arrays_on_different_devices_are_refused() -> None:
+    here, there = (jax.device_put(jnp.ones((1, 3, 1, 4)), device) for device in jax.devices()[:2])
+    with pytest.raises(
+        ValueError, match=r"query, key, value must be on the same devices, not query on .*0.* key on .*1"
+    ):
+        flash_attention(here, there, there)
 
 
 def test_every_argument_has_wrong_values() -> None:
     assert set(inspect.signature(flash_attention).parameters) == set(WRONG) | {"dropout_key"}
 
 
+@pytest.mark.case("F05")
 def test_dropout_needs_a_key() -> None:
     two = jax.random.split(jax.random.key(0), 2)
     for key in (None, 3, "key", two, np.zeros(2, np.float32), np.zeros((2, 2), np.uint32)):
@@ -77,6 +140,7 @@ def test_dropout_needs_a_key() -> None:
         jax.jit(lambda rate: flash_attention(Q, K, V, dropout_rate=rate, dropout_key=jax.random.key(0)))(0.1)
 
 
+@pytest.mark.case("D11")
 def test_no_mixture_of_dtypes() -> None:
     """Refused at the call, naming all three (D11)."""
     dtypes = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -88,6 +152,7 @@ def test_no_mixture_of_dtypes() -> None:
             assert flash_attention(Q.astype(a), K.astype(b), V.astype(c)).dtype == a
 
 
+@pytest.mark.case("E11")
 def test_head_counts() -> None:
     for heads, kv_heads in ((3, 0), (3, 2), (2, 3)):
         with pytest.raises(ValueError, match=f"N={heads}.*K={kv_heads}"):
@@ -132,6 +197,7 @@ def test_numpy_and_weakly_typed_inputs() -> None:
     np.testing.assert_allclose(flash_attention(q, k, v, **scalars), flash_attention(q, k, v, **plain), rtol=1e-6)
 
 
+@pytest.mark.case("K11")
 def test_the_signature_is_a_superset_of_jax() -> None:
     """The positional order and every keyword of jax.nn.dot_product_attention, defaults included (K11)."""
     ours, theirs = (inspect.signature(f).parameters for f in (flash_attention, jax.nn.dot_product_attention))
@@ -141,12 +207,14 @@ def test_the_signature_is_a_superset_of_jax() -> None:
         assert ours[name].default == parameter.default
 
 
+@pytest.mark.case("K01")
 def test_heads_first_tensors_are_warned_of() -> None:
     x = jnp.zeros((1, 8, 256, 16))
     with pytest.warns(UserWarning, match=r"\[\*B, T, N, H\]"):
         jax.eval_shape(flash_attention, x, x, x)
 
 
+@pytest.mark.case("G15")
 def test_traced_arguments_are_never_looked_at() -> None:
     """All arrays as tracers, under jit, eval_shape, vmap and scan (G15)."""
     arrays = {
@@ -160,6 +228,7 @@ def test_traced_arguments_are_never_looked_at() -> None:
     assert jax.vmap(attend)(stacked).shape == jax.lax.scan(lambda c, a: (c, attend(a)), 0, stacked)[1].shape
 
 
+@pytest.mark.case("K05")
 def test_explain_names_every_implementation() -> None:
     for name in (None, "xla", "reference"):
         explanation = explain(Q, K, V, is_causal=True, implementation=name)

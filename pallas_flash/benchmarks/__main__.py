@@ -7,8 +7,9 @@ import argparse
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
-from pallas_flash.benchmarks import cases, peers
+from pallas_flash.benchmarks import cases, decoding, peers
 from pallas_flash.benchmarks.cases import PASSES
 
 QUICK_IMPLEMENTATIONS = ["xla", "reference", "jax.nn-xla"]
@@ -30,7 +31,12 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(command=_run)
     run.add_argument("--workloads", nargs="+", metavar="GLOB", help="by name (default: all)")
     run.add_argument(
-        "--passes", nargs="+", choices=PASSES, default=list(PASSES), metavar="PASS", help=", ".join(PASSES)
+        "--passes",
+        nargs="+",
+        choices=(*PASSES, decoding.PASS),
+        default=list(PASSES),
+        metavar="PASS",
+        help=f"{', '.join(PASSES)} (default: these), or {decoding.PASS}, which has workloads of its own",
     )
     run.add_argument("--implementations", nargs="+", metavar="NAME", help="by name (default: all)")
     run.add_argument(
@@ -42,16 +48,25 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--limit", type=float, metavar="SECONDS", help="start no workload that may not end within them")
     run.add_argument("--output", type=Path, default=Path("output/benchmarks"), metavar="FOLDER")
     run.add_argument("--note", help="anything worth knowing of this run, such as compiler flags; it is in the file")
+    run.add_argument(
+        "--tiles", action="store_true", help="also our kernels with every size of tile, in the passes that have them"
+    )
     run.add_argument("--list", action="store_true", help="print the workloads and implementations, and stop")
     report = commands.add_parser("report", help="tables (Markdown, HTML) and figures (PNG, SVG) of JSON files")
     report.set_defaults(command=_report)
     report.add_argument("files", nargs="+", type=Path, metavar="FILE")
     report.add_argument("--output", type=Path, default=Path("output/benchmarks/report"), metavar="FOLDER")
-    traffic = commands.add_parser("traffic", help="FLOPs and bytes of standard and flash attention, by formula")
+    traffic = commands.add_parser(
+        "traffic", help="FLOPs and bytes of standard and flash attention: by formula, or counted with --measure"
+    )
     traffic.set_defaults(command=_traffic)
     traffic.add_argument("--workloads", nargs="+", metavar="GLOB", default=["*"], help="by name (default: all)")
     traffic.add_argument("--passes", nargs="+", choices=PASSES, default=["forward+backward"], metavar="PASS")
     traffic.add_argument("--tiles", nargs="+", type=_positive, default=[64, 128, 256], metavar="ROWS")
+    traffic.add_argument("--measure", action="store_true", help="count the bytes of device memory by ncu, on this GPU")
+    traffic.add_argument("--implementations", nargs="+", metavar="NAME", help="to measure, by name (default: all)")
+    traffic.add_argument("--force-tiles", action="store_true", help="measure our kernels with every size of tile too")
+    traffic.add_argument("--output", type=Path, default=Path("output/benchmarks"), metavar="FOLDER")
     return parser
 
 
@@ -65,11 +80,16 @@ def _run(options: argparse.Namespace) -> int:
     from pallas_flash.benchmarks import runner
     from pallas_flash.benchmarks.progress import Progress
 
-    implementations = options.implementations or (QUICK_IMPLEMENTATIONS if options.quick else None)
+    decodes = decoding.PASS in options.passes
+    if decodes and len(set(options.passes)) > 1:
+        raise ValueError(f"--passes {decoding.PASS} has workloads of its own: give it alone")
+    chosen, every = (decoding, decoding.all_peers()) if decodes else (cases, peers.all_peers())
+    known = [peer.name for peer in every]
+    quick = [name for name in QUICK_IMPLEMENTATIONS if name in known] if options.quick else None
     settings = runner.Settings(
-        workloads=cases.select(options.workloads or ["*"], cases.QUICK if options.quick else cases.WORKLOADS),
-        passes=[passed for passed in PASSES if passed in options.passes],
-        peers=peers.select(implementations, peers.all_peers()),
+        workloads=cases.select(options.workloads or ["*"], chosen.QUICK if options.quick else chosen.WORKLOADS),
+        passes=[passed for passed in (*PASSES, decoding.PASS) if passed in options.passes],
+        peers=[*peers.select(options.implementations or quick, every), *_tiled(options.passes * options.tiles)],
         rounds=options.rounds,
         iterations=options.iterations,
         sustained=options.sustained,
@@ -94,14 +114,46 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
+def _tiled(passes: list[str]) -> list[peers.Peer]:
+    from pallas_flash.benchmarks import tiles
+
+    return [peer for passed in tiles.TILES if passed in passes for peer in tiles.peers(passed)]
+
+
 def _traffic(options: argparse.Namespace) -> int:
-    from pallas_flash.benchmarks import report, traffic
+    from pallas_flash.benchmarks import tables, traffic
 
     workloads = cases.select(options.workloads, cases.WORKLOADS)
+    if options.measure:
+        return _measure_traffic(workloads, options)
     for passed in options.passes:
         made = traffic.table(workloads, passed, options.tiles)
-        print(f"{made.title}\n\n{report.markdown(made)}\n")
+        print(f"{made.title}\n\n{tables.markdown(made)}\n")
     return 0
+
+
+def _measure_traffic(workloads: list[cases.Workload], options: argparse.Namespace) -> int:
+    from pallas_flash.benchmarks import ncu, results, traffic
+
+    if (reason := ncu.obstacle()) is not None:
+        raise ValueError(f"--measure: {reason}")
+    if "backward" in options.passes:
+        raise ValueError("--passes backward: ncu counts whole programs; take forward and forward+backward")
+    chosen = peers.select(options.implementations, peers.all_peers())
+    chosen = [peer for peer in chosen if peer.attend is not None]  # PyTorch has a process of its own already
+    chosen += _tiled(["forward"] if options.force_tiles else [])
+    file = results.ResultsFile(options.output, traffic.KIND)
+    try:
+        traffic.measure(workloads, chosen, options.passes, file, _show_traffic)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    print(f"results: {file.path}")
+    return 0
+
+
+def _show_traffic(row: dict[str, Any]) -> None:
+    said = f"{(row['read'] + row['written']) / 1e9:.3f} GB" if row["status"] == "ok" else f"failed: {row['reason']}"
+    print(f"{row['workload']:28} {row['implementation']:24} {row['pass']:16} {said}", flush=True)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ QUICK = tuple(_quick())
 WORKLOADS = (*_paper_grid(), *_models())
 
 
-def select(patterns: list[str], workloads: tuple[Workload, ...]) -> list[Workload]:
+def select[W: Any](patterns: list[str], workloads: tuple[W, ...]) -> list[W]:
     """Those whose names match any of the glob patterns, in the order of the list; ValueError for a pattern that matches
     none."""
     names = [w.name for w in workloads]

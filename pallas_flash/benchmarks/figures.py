@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from pallas_flash.benchmarks import traffic
+
 Content = dict[str, Any]
 # Okabe and Ito's palette, told apart with any colour vision; markers differ as well.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -52,7 +54,9 @@ class Drawing(NamedTuple):
 
 def draw(contents: list[Content], folder: Path) -> list[str]:
     """Save every figure for which there are numbers, as PNG and SVG; returns their names without the ending."""
-    passes = list(dict.fromkeys(passed for content in contents for passed in content["settings"]["passes"]))
+    counted = [content for content in contents if content["kind"] == traffic.KIND]
+    contents = [content for content in contents if content["kind"] != traffic.KIND]
+    passes = _passes(contents)
     drawings = [
         drawing
         for passed in passes
@@ -64,8 +68,21 @@ def draw(contents: list[Content], folder: Path) -> list[str]:
     ]
     with matplotlib.rc_context(LOOK):
         drawn = [drawing.name for drawing in drawings if _draw(drawing, contents, folder)]
+        drawn += [drawing.name for drawing in map(_traffic, _passes(counted)) if _draw(drawing, counted, folder)]
         rooflines = [f"roofline-{passed}" for passed in passes if _draw_roofline(passed, contents, folder)]
-    return drawn + rooflines
+        swept = [f"tiles-{passed}" for passed in passes if _draw_tiles(passed, contents, folder)]
+    return drawn + rooflines + swept
+
+
+def _passes(contents: list[Content]) -> list[str]:
+    return list(dict.fromkeys(passed for content in contents for passed in content["settings"]["passes"]))
+
+
+def _traffic(passed: str) -> Drawing:
+    def gigabytes(point: Point, _: dict[str, Any] | None) -> float:
+        return (point.row["read"] + point.row["written"]) / 1e9
+
+    return Drawing(f"traffic-{passed}", f"Device memory read and written, {passed}", "GB", passed, gigabytes, True)
 
 
 def _speedup(point: Point, baseline: dict[str, Any] | None) -> float | None:
@@ -83,7 +100,8 @@ def _points(contents: list[Content], passed: str) -> list[Point]:
     for run, content in enumerate(contents):
         for row in content["rows"]:
             w = content["workloads"][row["workload"]]
-            if row["workload"].startswith("fa3-") and row["pass"] == passed and row["status"] == "ok":
+            grid = row["workload"].startswith("fa3-") and "tile" not in row
+            if grid and row["pass"] == passed and row["status"] == "ok":
                 points.append(Point(run, w["head_dim"], w["is_causal"], w["seq_len"], row["implementation"], row))
     return points
 
@@ -156,6 +174,33 @@ def _draw_roofline(passed: str, contents: list[Content], folder: Path) -> bool:
     figure.legend(loc="outside right upper")
     figure.suptitle(f"Roofline, {passed}: {runs[0]['environment']['device']}", x=0.01, ha="left", weight="bold")
     _save(figure, folder / f"roofline-{passed}")
+    return True
+
+
+def _draw_tiles(passed: str, contents: list[Content], folder: Path) -> bool:
+    """Time over the keys of a forced tile, a curve for each number of queries."""
+    panels: dict[tuple[int, str], dict[int, dict[int, float]]] = {}
+    for run, content in enumerate(contents):
+        for row in content["rows"]:
+            if row["pass"] == passed and row["status"] == "ok" and "tile" in row:
+                tile_q, block_kv = row["tile"]
+                curves = panels.setdefault((run, row["workload"]), {})
+                curves.setdefault(tile_q, {})[block_kv] = row["ms"]["median"]
+    if not panels:
+        return False
+    figure = Figure(figsize=(1.5 + 4 * len(panels), 3.5), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, ((_, workload), curves) in zip(axes, panels.items(), strict=True):
+        for index, tile_q in enumerate(sorted(curves)):
+            points = sorted(curves[tile_q].items())
+            axis.plot(*zip(*points, strict=True), label=f"{tile_q} queries", markersize=4, **_style(index))
+        axis.set(title=workload, xlabel="keys of a tile", ylabel="ms")
+        axis.set_ylim(bottom=0)
+        axis.legend()
+    figure.suptitle(
+        f"Size of the tile, {passed}: {contents[0]['environment']['device']}", x=0.01, ha="left", weight="bold"
+    )
+    _save(figure, folder / f"tiles-{passed}")
     return True
 
 

@@ -29,11 +29,13 @@ Attend = Callable[[Array, Array, Array, Packing | None], Array]
 class Peer:
     """attend: None for PyTorch, which has a process of its own. backward_alone: its backward pass can be a program of
     its own, which takes what the forward pass saved. Plain autodiff saves so much that as a program of its own it would
-    be another program: there, backward = (forward + backward) - forward."""
+    be another program: there, backward = (forward + backward) - forward. tile: queries and keys of the tile that is
+    forced, where one is (tiles.py)."""
 
     name: str
     attend: Callable[[Workload], Attend] | None
     backward_alone: bool = True
+    tile: tuple[int, int] | None = None
 
 
 def all_peers() -> tuple[Peer, ...]:
@@ -58,7 +60,7 @@ def select(names: list[str] | None, peers: tuple[Peer, ...]) -> list[Peer]:
     return [peer for peer in peers if names is None or peer.name in names]
 
 
-def _refuse(reason: str | None) -> None:
+def refuse(reason: str | None) -> None:
     if reason is not None:
         raise NotImplementedError(reason)
 
@@ -75,8 +77,8 @@ def _ours(name: str, workload: Workload) -> Attend:
 
 
 def _jax_nn(implementation: str, workload: Workload) -> Attend:
-    _refuse("no soft cap" if workload.soft_cap is not None else None)
-    _refuse("takes documents as an array of T x S only" if workload.documents else None)
+    refuse("no soft cap" if workload.soft_cap is not None else None)
+    refuse("takes documents as an array of T x S only" if workload.documents else None)
     options: Any = {"is_causal": workload.is_causal, "local_window_size": workload.local_window_size}
     options["implementation"] = implementation
     return lambda q, k, v, _: jax.nn.dot_product_attention(q, k, v, **options)
@@ -85,11 +87,11 @@ def _jax_nn(implementation: str, workload: Workload) -> Attend:
 def _dew_flash_attn(workload: Workload) -> Attend:
     """FlashAttention-3 (on Hopper; FlashAttention-2 elsewhere) from the package dew-flash-attn."""
     dew: Any = importlib.import_module("dew_flash_attn")
-    _refuse("no soft cap" if workload.soft_cap is not None else None)
+    refuse("no soft cap" if workload.soft_cap is not None else None)
     options: Any = {"is_causal": workload.is_causal, "window_size": workload.local_window_size or (-1, -1)}
     if not workload.documents:
         return lambda q, k, v, _: dew.flash_mha(q, k, v, **options)
-    _refuse("packs documents without a batch dimension" if workload.batch != 1 else None)
+    refuse("packs documents without a batch dimension" if workload.batch != 1 else None)
     longest = int(max(workload.starts()[1:] - workload.starts()[:-1]))
 
     def attend(q: Array, k: Array, v: Array, packing: Packing | None) -> Array:
@@ -101,13 +103,17 @@ def _dew_flash_attn(workload: Workload) -> Attend:
 
 def _tokamax(workload: Workload) -> Attend:
     """Its Mosaic GPU kernels, with their default configurations."""
-    if importlib.util.find_spec("xprof") is None:
-        _stand_in_for_xprof()
-    tokamax: Any = importlib.import_module("tokamax")
-    _refuse("takes documents as an array of T x S only" if workload.documents else None)
+    tokamax = import_tokamax()
+    refuse("takes documents as an array of T x S only" if workload.documents else None)
     options: Any = {"is_causal": workload.is_causal, "local_window_size": workload.local_window_size}
     options |= {"logits_soft_cap": workload.soft_cap, "implementation": "mosaic"}
     return lambda q, k, v, _: tokamax.dot_product_attention(q, k, v, **options)
+
+
+def import_tokamax() -> Any:
+    if importlib.util.find_spec("xprof") is None:
+        _stand_in_for_xprof()
+    return importlib.import_module("tokamax")
 
 
 def _stand_in_for_xprof() -> None:
@@ -129,10 +135,10 @@ def _pallas_triton(workload: Workload) -> Attend:
     """JAX's own example kernel, in Pallas' Triton backend."""
     kernel: Any = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
     w = workload
-    _refuse("no grouped heads: it gives wrong numbers" if w.num_q_heads != w.num_kv_heads else None)
-    _refuse("no soft cap" if w.soft_cap is not None else None)
-    _refuse("no window" if w.window is not None else None)
-    _refuse("no value head size unlike the key's" if w.dim_v != w.head_dim else None)
+    refuse("no grouped heads: it gives wrong numbers" if w.num_q_heads != w.num_kv_heads else None)
+    refuse("no soft cap" if w.soft_cap is not None else None)
+    refuse("no window" if w.window is not None else None)
+    refuse("no value head size unlike the key's" if w.dim_v != w.head_dim else None)
 
     def attend(q: Array, k: Array, v: Array, packing: Packing | None) -> Array:
         ids = None if packing is None else packing.segment_ids

@@ -25,7 +25,13 @@ class Program(NamedTuple):
     arguments: list[tuple[Any, ...]]
     results: Callable[[Any], Results]  # of what the program returns
     temp_bytes: int | None = None
+    argument_bytes: int = 0
     output_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of device memory while it runs: arguments, results and what is temporary."""
+        return None if self.temp_bytes is None else self.temp_bytes + self.argument_bytes + self.output_bytes
 
     def run(self) -> Results:
         """The results for the first arguments."""
@@ -49,7 +55,7 @@ class Rotating:
     lower = eval_shape = trace
 
 
-def number_of_sets(workload: Workload, *, rotate: bool) -> int:
+def number_of_sets(workload: Any, *, rotate: bool) -> int:
     needed = -(-2 * LARGER_THAN_L2 // workload.min_bytes("forward"))
     return min(needed, MAX_SETS) if rotate and workload.min_bytes("forward") < LARGER_THAN_L2 else 1
 
@@ -84,27 +90,28 @@ def lower(workload: Workload, peer: Peer, kind: str, sets: list[Inputs]) -> Call
         return out, pull(dout)
 
     if kind == "forward":
-        return partial(_finish, jax.jit(forward).lower(*arguments[0]), arguments, Results)
+        return partial(finish, jax.jit(forward).lower(*arguments[0]), arguments, Results)
     if kind == "forward+backward":
-        return partial(_finish, jax.jit(both).lower(*arguments[0]), arguments, lambda both: _results(both[0], both[1]))
+        return partial(finish, jax.jit(both).lower(*arguments[0]), arguments, lambda both: _results(both[0], both[1]))
     first = jax.jit(saving).trace(*arguments[0])
     saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first.out_info)
     backward = jax.jit(lambda pull, dout: pull(dout)).lower(saved, sets[0].dout)
     return partial(_finish_backward, first.lower(), backward, arguments)
 
 
-def _finish(lowered: Any, arguments: list[tuple[Any, ...]], results: Callable[[Any], Any]) -> Program:
+def finish(lowered: Any, arguments: list[tuple[Any, ...]], results: Callable[[Any], Any]) -> Program:
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     if memory is None:
         return Program(compiled, arguments, results)
-    return Program(compiled, arguments, results, memory.temp_size_in_bytes, memory.output_size_in_bytes)
+    sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
+    return Program(compiled, arguments, results, *sizes)
 
 
 def _finish_backward(saving: Any, backward: Any, arguments: list[tuple[Any, ...]]) -> Program:
     save = saving.compile()
     saved = [(save(*each), each[3]) for each in arguments]
-    return _finish(backward, saved, lambda gradients: _results(None, gradients))
+    return finish(backward, saved, lambda gradients: _results(None, gradients))
 
 
 def _results(out: Any, gradients: tuple[Any, Any, Any]) -> Results:
@@ -112,9 +119,11 @@ def _results(out: Any, gradients: tuple[Any, Any, Any]) -> Results:
     return Results(out, dq, dk, dv)
 
 
-def compile_program(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> Program:
-    """Of a function that is no attention: a program without results to check."""
-    return _finish(jax.jit(function).lower(*arguments[0]), arguments, lambda _: Results())
+def compile_program(
+    function: Callable[..., Any], arguments: list[tuple[Any, ...]], options: dict[str, Any] | None = None
+) -> Program:
+    """Of a function that is no attention: a program without results to check. options: of the compiler."""
+    return finish(jax.jit(function, compiler_options=options).lower(*arguments[0]), arguments, lambda _: Results())
 
 
 def reason(error: BaseException) -> str:

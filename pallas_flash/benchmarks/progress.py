@@ -50,4 +50,5 @@ def outcome(row: dict[str, Any]) -> str:
     ms = row["ms"]
     sustained = f"  sustained {row['sustained_ms']['median']:.3f}" if "sustained_ms" in row else ""
     spread = f"{ms['median']:9.3f} ms ({ms['p20']:.3f} to {ms['p80']:.3f}, {row['clock']})"
-    return f"{spread}{sustained}  {row['tflops']:8.2f} TFLOP/s  error {max(row['errors'].values()):.1e}"
+    rates = f"{row['tflops']:8.2f} TFLOP/s  {row['gbps']:6.0f} GB/s"
+    return f"{spread}{sustained}  {rates}  error {max(row['errors'].values()):.1e}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import fnmatch
 import html
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pallas_flash.benchmarks import results
+from pallas_flash.benchmarks import results, traffic
 from pallas_flash.benchmarks.cases import PASSES
+from pallas_flash.benchmarks.decoding import PASS as DECODE
+from pallas_flash.benchmarks.tables import Table, as_html, markdown
 
 Content = dict[str, Any]
 # Of the implementations of this package, the first of these that was measured is the one compared.
@@ -21,17 +23,12 @@ READING = (
 )
 
 
-class Table(NamedTuple):
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-
-
 class Cells:
-    """The rows of one pass of a run, by workload and implementation, in the order in which they were measured."""
+    """The rows of one pass of a run, by workload and implementation, in the order in which they were measured; without
+    those of forced tiles, which have a table of their own."""
 
     def __init__(self, content: Content, passed: str):
-        rows = [row for row in content["rows"] if row["pass"] == passed]
+        rows = [row for row in content["rows"] if row["pass"] == passed and "tile" not in row]
         self.workloads = list(dict.fromkeys(row["workload"] for row in rows))
         self.implementations = list(dict.fromkeys(row["implementation"] for row in rows))
         self._rows = {(row["workload"], row["implementation"]): row for row in rows}
@@ -67,15 +64,32 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
+class Rate(NamedTuple):
+    """What a pass is measured in: its unit, its key in a row, that of its share of a ceiling, and which ceiling."""
+
+    unit: str
+    key: str
+    share: str
+    ceiling: str
+
+
+def rate_of(passed: str) -> Rate:
+    """Attention is bound by arithmetic, decoding by memory."""
+    if passed == DECODE:
+        return Rate("GB/s", "gbps", "share_of_copy", "copy")
+    return Rate("TFLOP/s", "tflops", "share_of_matmul", "matmul")
+
+
 def speed(content: Content, passed: str) -> Table:
-    """TFLOP/s of every implementation."""
+    """TFLOP/s (decoding: GB/s) of every implementation."""
+    rate = rate_of(passed)
     cells = Cells(content, passed)
     names = cells.timed()
     rows = []
     for workload in cells.workloads:
         found = [cells.row(workload, name) for name in names]
-        rows.append([workload, *(_number(row and row["tflops"], "{:.4g}") for row in found)])
-    return Table(f"TFLOP/s, {passed}", ["workload", *names], rows)
+        rows.append([workload, *(_number(row and row[rate.key], "{:.4g}") for row in found)])
+    return Table(f"{rate.unit}, {passed}", ["workload", *names], rows)
 
 
 def ratios(content: Content, passed: str) -> Table:
@@ -84,17 +98,18 @@ def ratios(content: Content, passed: str) -> Table:
     ours, peers = cells.ours(), cells.peers()
     sustained = any("sustained_ms" in row for row in content["rows"])
     known = bool(content["ceilings"])
-    header = ["workload", f"{ours} ms", "p20 to p80", "TFLOP/s"]
-    header += ["of the matmul ceiling", "bound by"] * known
+    rate = rate_of(passed)
+    header = ["workload", f"{ours} ms", "p20 to p80", rate.unit]
+    header += [f"of the {rate.ceiling} ceiling", "bound by"] * known
     header += [f"x {peer}" for peer in peers] + [f"x {peer}, sustained" for peer in peers if sustained]
     rows = []
     for workload in cells.workloads:
         row = cells.row(workload, ours)
         if row is None:
             continue
-        share = row.get("share_of_matmul")
+        share = row.get(rate.share)
         line = [workload, f"{row['ms']['median']:.4g}", f"{row['ms']['p20']:.4g} to {row['ms']['p80']:.4g}"]
-        line.append(f"{row['tflops']:.4g}")
+        line.append(f"{row[rate.key]:.4g}")
         line += [_number(share and 100 * share, "{:.0f} %"), row.get("bound_by", "")] * known
         for key in ("ms", "sustained_ms") if sustained else ("ms",):
             line += [_number(cells.ratio(workload, peer, key), "{:.3f}") for peer in peers]
@@ -161,24 +176,49 @@ def without_time(content: Content, passed: str) -> Table:
     return Table(f"Without a time, {passed}", ["implementation", "status", "reason", "workloads"], rows)
 
 
-TABLES: dict[str, Callable[[Content, str], Table]] = {
+def tiles(content: Content, passed: str) -> Table:
+    """Each forced tile of our kernel beside the tuned one."""
+    cells = Cells(content, passed)
+    forced = [row for row in content["rows"] if row["pass"] == passed and "tile" in row]
+    rows = []
+    for row in forced:
+        line = [row["workload"], "{} x {}".format(*row["tile"])]
+        if row["status"] != "ok":
+            rows.append([*line, "", "", row["reason"]])
+            continue
+        tuned = cells.row(row["workload"], cells.ours())
+        ratio = None if tuned is None else tuned["ms"]["median"] / row["ms"]["median"]
+        rows.append([*line, f"{row['ms']['median']:.4g}", f"{row['tflops']:.4g}", _number(ratio, "{:.3f}")])
+    header = ["workload", "tile (queries x keys)", "ms", "TFLOP/s", f"x {cells.ours()} with its tuned tile"]
+    return Table(f"Size of the tile, {passed}", header, rows)
+
+
+# Of a run's times, and of the bytes that `traffic --measure` counts.
+TIMES: dict[str, Callable[[Content, str], Table]] = {
     "ratios": ratios,
     "means": means,
     "speed": speed,
     "memory": memory,
     "errors": errors,
+    "tiles": tiles,
     "without-time": without_time,
 }
+TRAFFIC: dict[str, Callable[[Content, str], Table]] = {"traffic": traffic.counted, "kernels": traffic.kernels}
+
+
+def _tables(content: Content) -> dict[str, Callable[[Content, str], Table]]:
+    return TRAFFIC if content["kind"] == traffic.KIND else TIMES
 
 
 def table(name: str, content: Content, passed: str, workloads: str = "*") -> Table:
     """Of the workloads that match a glob pattern. ValueError for a name or a pass that there is not, or no workload."""
-    if name not in TABLES or passed not in PASSES:
-        raise ValueError(f"no table {name!r} of {passed!r}; there are {', '.join(TABLES)} of {', '.join(PASSES)}")
+    known, passes = _tables(content), (*PASSES, DECODE)
+    if name not in known or passed not in passes:
+        raise ValueError(f"no table {name!r} of {passed!r}; there are {', '.join(known)} of {', '.join(passes)}")
     rows = [row for row in content["rows"] if fnmatch.fnmatchcase(row["workload"], workloads)]
     if not rows:
         raise ValueError(f"no rows of workloads {workloads!r}")
-    return TABLES[name](content | {"rows": rows}, passed)
+    return known[name](content | {"rows": rows}, passed)
 
 
 def setting(content: Content) -> str:
@@ -188,6 +228,8 @@ def setting(content: Content) -> str:
     driver = where["driver"] and f"driver {where['driver']}"
     parts = [where["device"], driver, f"jax {where['jax']}", commit, f"inputs {content['inputs']}"]
     said = "; ".join(part for part in parts if part)
+    if content["kind"] == traffic.KIND:
+        return f"{said}. Counted by ncu. Command: `{where['command']}`"
     clocks = " and ".join(sorted({row["clock"] for row in content["rows"] if row["status"] == "ok"}))
     text = f"{said}. {settings['rounds']} rounds of up to {settings['iterations']} calls, clock: {clocks or 'none'}."
     if content["ceilings"]:
@@ -197,20 +239,6 @@ def setting(content: Content) -> str:
         if content[name]:
             text += f" {what.capitalize()}{': ' + ', '.join(content[name]) if name == 'left_out' else ''}."
     return f"{text}{' Note: ' + settings['note'] + '.' if settings['note'] else ''} Command: `{where['command']}`"
-
-
-def markdown(made: Table) -> str:
-    escaped = ([cell.replace("|", "\\|") for cell in row] for row in (made.header, *made.rows))
-    lines = [f"| {' | '.join(row)} |" for row in escaped]
-    return "\n".join([lines[0], f"|{'---|' * len(made.header)}", *lines[1:]])
-
-
-def _html(made: Table) -> str:
-    def line(cells: Iterable[str], tag: str) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    body = "\n".join(line(row, "td") for row in made.rows)
-    return f"<table>\n{line(made.header, 'th')}\n{body}\n</table>"
 
 
 PAGE = """<!doctype html>
@@ -240,12 +268,12 @@ def write(files: list[Path], folder: Path) -> Path:
         page += [f"<h2>{html.escape(path.name)}</h2>", f"<p>{html.escape(setting(content))}</p>"]
         for made in _all_tables(content):
             text += [f"### {made.title}", markdown(made)]
-            page += [f"<h3>{html.escape(made.title)}</h3>", _html(made)]
+            page += [f"<h3>{html.escape(made.title)}</h3>", as_html(made)]
     (folder / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(PAGE.format(body="\n".join(page)), encoding="utf-8")
     return folder / "report.md"
 
 
 def _all_tables(content: Content) -> Iterator[Table]:
-    made = (make(content, passed) for passed in content["settings"]["passes"] for make in TABLES.values())
+    made = (make(content, passed) for passed in content["settings"]["passes"] for make in _tables(content).values())
     return (each for each in made if each.rows)

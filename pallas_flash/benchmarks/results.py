@@ -22,12 +22,12 @@ ROOT = Path(__file__).parent
 class ResultsFile:
     """A new file in a folder, named by the time; `write` replaces its content in one move."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, kind: str = "benchmarks"):
         folder.mkdir(parents=True, exist_ok=True)
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         number = 1
         while True:
-            self.path = folder / f"benchmarks-{stamp}{'' if number == 1 else f'-{number}'}.json"
+            self.path = folder / f"{kind}-{stamp}{'' if number == 1 else f'-{number}'}.json"
             try:
                 self.path.touch(exist_ok=False)  # two runs started at once never share a file
                 return
@@ -60,11 +60,11 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not readable as the results of a run ({error})") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"{path}: not the results of a run of this version (schema {SCHEMA})")
-    return content
+    return {"kind": "benchmarks", **content}
 
 
-def environment() -> dict[str, Any]:
-    """Where the numbers come from."""
+def environment(module: str = "") -> dict[str, Any]:
+    """Where the numbers come from. module: which one of the package was run, if not the package."""
     device = jax.devices()[0]
     commit = _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
     return {
@@ -77,7 +77,7 @@ def environment() -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}",
         "commit": commit,
         "dirty": None if commit is None else _said("git", "-C", str(ROOT), "status", "--porcelain") is not None,
-        "command": shlex.join(["python", "-m", "pallas_flash.benchmarks", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", ".".join(["pallas_flash.benchmarks", *module.split()]), *sys.argv[1:]]),
         "peers": {name: _version(name) for name in ("tokamax", "dew-flash-attn-cu13", "dew-flash-attn-cu12", "torch")},
     }
 

@@ -12,6 +12,8 @@ from pallas_flash.benchmarks.peers import Peer
 from pallas_flash.benchmarks.programs import Program
 from pallas_flash.benchmarks.timing import Samples
 
+LOST_IN_NOISE = "the difference of two times is lost in their noise"
+
 
 @dataclasses.dataclass
 class Measured:
@@ -25,6 +27,7 @@ class Measured:
     wrong: bool = False
     samples: Samples = dataclasses.field(default_factory=Samples)
     temp_bytes: int | None = None
+    peak_bytes: int | None = None
 
     def judge(self, errors: dict[str, float], workload: Workload) -> None:
         """Note the errors, and whether any is over budget."""
@@ -45,7 +48,7 @@ def make(workload: Workload, passed: str, parts: list[Measured], ceilings: dict[
         failure = "interrupted"
     times = _times(parts) if failure is None else {}
     if times and times["ms"]["median"] <= 0:
-        failure = "the difference of two times is lost in their noise"
+        failure = LOST_IN_NOISE
     row = {
         "workload": workload.name,
         "implementation": first.peer.name,
@@ -55,9 +58,12 @@ def make(workload: Workload, passed: str, parts: list[Measured], ceilings: dict[
         "errors": {name: error if math.isfinite(error) else None for name, error in errors.items()},
         "method": "difference of forward+backward and forward" if len(parts) == 2 else "a program of its own",
     }
+    if first.peer.tile is not None:
+        row["tile"] = list(first.peer.tile)
     if failure is not None:
         return row
-    return row | times | {"temp_bytes": first.temp_bytes} | _rates(ceilings, workload, passed, times["ms"]["median"])
+    memory = {"temp_bytes": first.temp_bytes, "peak_bytes": first.peak_bytes}
+    return row | times | memory | _rates(ceilings, workload, passed, times["ms"]["median"])
 
 
 def _times(parts: list[Measured]) -> dict[str, Any]:

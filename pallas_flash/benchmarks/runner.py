@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_flash.benchmarks import cases, check, programs, results, rows, timing, torch_sdpa
+from pallas_flash.benchmarks import cases, check, decoding, programs, results, rows, timing, torch_sdpa
 from pallas_flash.benchmarks.cases import Workload
 from pallas_flash.benchmarks.peers import Peer
 from pallas_flash.benchmarks.programs import Program
@@ -130,15 +130,17 @@ def _prepare(measured: list[Measured], workload: Workload, timer: Timer) -> chec
 
     def finish(each: Measured, compiling: Callable[[], Program]) -> None:
         each.program = attempt(each, compiling)
-        each.temp_bytes = each.program.temp_bytes if each.program is not None else None
+        if each.program is not None:
+            each.temp_bytes, each.peak_bytes = each.program.temp_bytes, each.program.peak_bytes
 
     try:
+        make_inputs, lower, expected = _functions(workload)
         count = programs.number_of_sets(workload, rotate=timer.on_gpu)
-        sets = [cases.make_inputs(workload, seed) for seed in range(count)]
+        sets = [make_inputs(workload, seed) for seed in range(count)]
         with ThreadPoolExecutor(min(MAX_COMPILING, os.cpu_count() or 1)) as pool:
-            want = pool.submit(lambda: jax.block_until_ready(check.expected(workload, sets[0])))
+            want = pool.submit(lambda: jax.block_until_ready(expected(workload, sets[0])))
             for each in measured:
-                lowered = attempt(each, partial(programs.lower, workload, each.peer, each.kind, sets))
+                lowered = attempt(each, partial(lower, workload, each.peer, each.kind, sets))
                 if lowered is not None:
                     pool.submit(finish, each, lowered)
         return want.result()
@@ -146,6 +148,13 @@ def _prepare(measured: list[Measured], workload: Workload, timer: Timer) -> chec
         for each in measured:
             each.failure, each.program = f"no expected results: {programs.reason(error)}", None
         return None
+
+
+def _functions(workload: Any) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Of the workload's kind: what makes inputs, what lowers a program, what computes the expected results."""
+    if isinstance(workload, decoding.DecodeWorkload):
+        return decoding.make_inputs, decoding.lower, decoding.expected
+    return cases.make_inputs, programs.lower, check.expected
 
 
 def _run_and_judge(each: Measured, workload: Workload, want: check.Results) -> None:
@@ -173,7 +182,7 @@ def _measure_torch(measured: list[Measured], workload: Workload, calls: int) -> 
     for each in measured:
         found = answers[each.kind]
         each.samples = Samples(found["ms"], note=torch_sdpa.NOTE, device_clock="cuda events")
-        each.temp_bytes = found["temp_bytes"]
+        each.temp_bytes, each.peak_bytes = found["temp_bytes"], found["peak_bytes"]
         each.judge(found["errors"], workload)
 
 

@@ -68,7 +68,8 @@ class _Child:
         results = self._run(kind)
         cuda.synchronize()
         held = sum(x.numel() * x.element_size() for x in results)
-        temp = cuda.max_memory_allocated() - before - held
+        peak = cuda.max_memory_allocated()
+        temp = peak - before - held
         errors = self._errors(results)
         del results
         events = [(cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)) for _ in range(calls)]
@@ -78,7 +79,8 @@ class _Child:
             self._run(kind)
             end.record()
         cuda.synchronize()
-        return {"errors": errors, "ms": [start.elapsed_time(end) for start, end in events], "temp_bytes": max(temp, 0)}
+        ms = [start.elapsed_time(end) for start, end in events]
+        return {"errors": errors, "ms": ms, "temp_bytes": max(temp, 0), "peak_bytes": peak}
 
     def _run(self, kind: str) -> list[Any]:
         attend = self.torch.nn.functional.scaled_dot_product_attention

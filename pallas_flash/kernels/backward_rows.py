@@ -31,7 +31,7 @@ def may_hide_rows(spec: AttentionSpec, operands: Operands) -> bool:
     tile that is hidden in part it is multiplied with 0, and 0 * NaN is NaN. Between as many queries as keys, masks by
     position alone hide no whole rows without an offset; they do without copies of q, k and dout."""
     by_position = all(isinstance(part, Band | Chunked | PrefixLM) for part in spec.mask)
-    square = operands.shapes.q_len == operands.shapes.kv_len and spec.q_offset == 0
+    square = operands.shapes.q_len == operands.shapes.kv_len and spec.q_offset == spec.kv_offset == 0
     return not by_position or operands.bias is not None or (bool(spec.mask) and not square)
 
 

@@ -53,7 +53,7 @@ def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
     shapes = operands.shapes
     tiles, ids, counts = _assignment(spec, shapes, config)
     batch, kv_head, ki = ids // (shapes.num_kv_heads * tiles), ids // tiles % shapes.num_kv_heads, ids % tiles
-    dynamic = any(operands.mask) or spec.q_offset is None
+    dynamic = any(operands.mask) or None in (spec.q_offset, spec.kv_offset)
     xp: Any = jnp if dynamic else np
     if dynamic:
         ranges = tile_ranges.dynamic_ranges(spec, operands, config.block_q, config.block_kv, of="kv")

@@ -38,9 +38,9 @@ class Elements(Protocol):
         elements only."""
         ...
 
-    def gather(self, source: Ref, index: tuple[Any, ...]) -> jax.Array:
+    def gather(self, source: Ref, index: tuple[Any, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
         """source[index] from device memory into the registers of a tile. index: for each axis an int32 within it, a
-        scalar or a tile; at least one is a tile."""
+        scalar or a tile; at least one is a tile. layout: that of the tile, or of another array."""
         ...
 
     def take(self, source: Ref, spans: tuple[Span, ...]) -> jax.Array:
@@ -92,9 +92,8 @@ def any_of_warp(flags: jax.Array) -> jax.Array:
     return vote(flags)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
 
 
-def gather(source: Ref, index: tuple[Any, ...]) -> jax.Array:
+def gather(source: Ref, index: tuple[Any, ...], layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
     tiles = [place for place in index if jnp.ndim(place)]
-    layout = plgpu.Layout.WGMMA
     load = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[layout] * len(tiles)),
         return_type=plgpu.ShapeDtypeStruct(tiles[0].shape, source.dtype, layout=layout),
@@ -163,7 +162,7 @@ def _load_taken(dtype: Any, layout: Any, spans: tuple[Span, ...], _: Any, source
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=mgpu.utils.is_signed(dtype))
 
 
-def interpreted_gather(source: Ref, index: tuple[Any, ...]) -> jax.Array:
+def interpreted_gather(source: Ref, index: tuple[Any, ...], layout: Any = None) -> jax.Array:
     return source[...][index]
 
 

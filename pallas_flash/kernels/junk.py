@@ -1,13 +1,14 @@
 """NaN and Inf in values that a mask hides.
 
-A tile that is hidden in part is multiplied as a whole, with weights of 0 where it is hidden, and 0 * NaN is NaN. So the
-warpgroup that copies looks through the values of such tiles. It replaces what is not finite by 0 and notes the rows;
-the warpgroups that compute note which queries do take part with such a row, and give those NaN.
+A tile that is hidden in part is multiplied as a whole, with weights of 0 where it is hidden, and 0 * NaN is NaN. Hardly
+any call has such values, so none pays for them: a CTA notes whether an output of its is not finite, and if one is, it
+works through all its tiles once more. Then the warpgroup that copies looks through the values of the tiles that are
+hidden in part. It replaces what is not finite by 0 and notes the rows; the warpgroups that compute note which queries
+do take part with such a row, and give those NaN.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,38 +34,67 @@ class Junk(NamedTuple):
     found: Ref  # int32 [slots], whether there is any
     rows: Ref  # float32 [slots, rows], NaN for a row with any, else 0; only where some was found
     readers: Ref  # float32 [warpgroups, queries], NaN for a query that takes part with such a row, else 0
+    suspects: Ref  # int32 [warpgroups], whether an output of the warpgroup's is not finite
 
 
 def scratch(slots: int, rows: int, wgs: int, queries: int) -> Junk:
     """queries: of each warpgroup."""
-    return Junk(
-        plgpu.SMEM((slots,), jnp.int32), plgpu.SMEM((slots, rows), jnp.float32), plgpu.SMEM((wgs, queries), jnp.float32)
-    )
+    flags = lambda count: plgpu.SMEM((count,), jnp.int32)  # noqa: E731
+    numbers = lambda *shape: plgpu.SMEM(shape, jnp.float32)  # noqa: E731
+    return Junk(flags(slots), numbers(slots, rows), numbers(wgs, queries), flags(wgs))
 
 
-def clean(values: Ref, columns: int, junk: Junk, slot: jax.Array, elements: Elements) -> None:
-    """Make values[slot], [rows, head_dim], finite and say in `junk` which rows were not. Reads `columns` at a time."""
-    rows, head_dim = values.shape[1:]
+def trust(junk: Junk, wg: Any, elements: Elements) -> None:
+    """Before a warpgroup's first queries."""
+    junk.suspects[wg] = jnp.int32(0)
+    elements.commit()  # before some warp finds an output that is not finite
+
+
+def inspect(out: jax.Array, junk: Junk, wg: Any, elements: Elements) -> None:
+    """Note whether the sums of a query tile, [queries, head_dim], are not finite. That they are so large that their sum
+    overflows makes work, but nothing wrong."""
+    suspicious = elements.any(softmax.fold(jnp.add, out) * 0 != 0)
+    pl.when(suspicious)(lambda: _set(junk.suspects, wg))
+
+
+def is_suspected(junk: Junk) -> jax.Array:
+    """Whether any warpgroup of the CTA found something; after all have ended and told so."""
+    flags = [junk.suspects[wg] for wg in range(junk.suspects.shape[0])]
+    return functools.reduce(jnp.bitwise_or, flags) != 0
+
+
+def clean(values: Ref, columns: int, junk: Junk, slot: Any, elements: Elements) -> None:
+    """Make values, [rows, head_dim], finite and say in junk[slot] which rows were not. Reads `columns` at a time."""
+    rows, head_dim = values.shape
     starts = [*range(0, rows - ROWS + 1, ROWS), *([rows - ROWS] if rows % ROWS else [])]
-    at = lambda start, column: values.at[slot, pl.ds(start, ROWS), pl.ds(column, columns)]  # noqa: E731
-    junk.found[slot] = jnp.int32(0)
-    elements.commit()  # before some warp finds junk
-    for start in starts:  # in 16 bits: two elements an instruction
-        parts = (at(start, column)[...] for column in range(0, head_dim, columns))
-        tiles = (plgpu.layout_cast(part, plgpu.Layout.WGMMA) for part in parts)
-        nothing = functools.reduce(jnp.add, (softmax.fold(jnp.add, tile * 0) for tile in tiles))
+    parts = head_dim // columns  # several in a loop, as together they would not fit into registers
+
+    def at(start: int, part: Any) -> Ref:
+        first = 0 if parts == 1 else pl.multiple_of(part * columns, columns)
+        return values.at[pl.ds(start, ROWS), pl.ds(first, columns)]
+
+    def look(start: int, part: Any, _: None) -> None:  # in 16 bits: two elements an instruction
+        tile = plgpu.layout_cast(at(start, part)[...], plgpu.Layout.WGMMA)
+        nothing = softmax.fold(jnp.add, tile * 0)
         some = elements.any(nothing.astype(jnp.float32) != 0)  # NaN is
         pl.when(some)(lambda: _set(junk.found, slot))
+
+    def clean_part(start: int, part: Any, bad: jax.Array) -> jax.Array:
+        tile = _load(at(start, part))
+        bad += _poison(tile)
+        at(start, part)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
+        return bad
+
+    junk.found[slot] = jnp.int32(0)
+    elements.commit()  # before some warp finds junk
+    for start in starts:
+        lax.fori_loop(0, parts, functools.partial(look, start), None, unroll=parts == 1)
     elements.commit()
 
     @pl.when(junk.found[slot] != 0)
     def _() -> None:
         for start in starts:
-            bad = _nothing(ROWS)
-            for column in range(0, head_dim, columns):
-                tile = _load(at(start, column))
-                bad += _poison(tile)
-                at(start, column)[...] = jnp.where(tile * 0 == 0, tile, 0).astype(values.dtype)
+            bad = lax.fori_loop(0, parts, functools.partial(clean_part, start), _nothing(ROWS), unroll=parts == 1)
             junk.rows[slot, pl.ds(start, ROWS)] = bad
         elements.commit()
 
@@ -81,9 +111,8 @@ def note_readers(tile_of: Callable[[], TileScores], junk: Junk, slot: Any, wg: A
     def note_columns(part: jax.Array) -> None:
         tile, first = tile_of(), part * COLUMNS
         # The flag is 1, which the compiler does not know: else it keeps the mask's bits from the step, just in case.
-        q_base, kv_base = tile.index.q_base + junk.found[slot] - 1, tile.index.kv_base + first
-        shape = (tile.index.shape[0], COLUMNS)
-        tile = tile._replace(index=dataclasses.replace(tile.index, shape=shape, q_base=q_base, kv_base=kv_base))
+        tile = tile._replace(index=tile.index.columns(first, COLUMNS, zero=junk.found[slot] - 1))
+        shape = tile.index.shape
         logits = tile.biased(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA))
         logits = tile.masked(logits, None) if tile.spec.mask else logits
         bad = plgpu.layout_cast(junk.rows[slot, pl.ds(first, COLUMNS)], plgpu.Layout.WGMMA.reduce(0))

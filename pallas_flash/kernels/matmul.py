@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels import additions, barriers, elements, wgmma
+from pallas_flash.kernels import additions, barriers, elements, scatter, wgmma
 
 Ref = Any
 
@@ -47,6 +47,11 @@ class TensorCores(elements.Elements, Protocol):
     def store(self, acc: Ref, value: jax.Array) -> None: ...
 
     def wait(self, pending: int) -> None: ...
+
+    def scatter(self, target: Ref, rows: jax.Array, value: jax.Array) -> None:
+        """target[rows] = value in device memory, for a tile or for one value a row; a row below 0 goes nowhere.
+        Columns of the tile beyond the target's, a multiple of 8, go nowhere either."""
+        ...
 
 
 class Wgmma:
@@ -86,6 +91,7 @@ class Wgmma:
     gather = staticmethod(elements.gather)
     take = staticmethod(elements.take)
     add = staticmethod(additions.add)
+    scatter = staticmethod(scatter.scatter)
     commit = staticmethod(plgpu.commit_smem)
 
 
@@ -131,4 +137,5 @@ class Interpreted:
     gather = staticmethod(elements.interpreted_gather)
     take = staticmethod(elements.interpreted_take)
     add = staticmethod(elements.interpreted_add)
+    scatter = staticmethod(scatter.interpreted_scatter)
     commit = staticmethod(plgpu.commit_smem)

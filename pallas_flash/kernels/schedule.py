@@ -62,7 +62,8 @@ class Order(NamedTuple):
 def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
     """int32 [CTAs, most items of a CTA, 8]: a constant where the mask's ranges are known without data."""
     shapes = operands.shapes
-    dynamic = spec.q_offset is None or any(part.uses_batch or isinstance(part, Segments) for part in spec.mask)
+    dynamic = None in (spec.q_offset, spec.kv_offset)
+    dynamic |= any(part.uses_batch or isinstance(part, Segments) for part in spec.mask)
     xp: Any = jnp if dynamic else np
     if dynamic:
         ranges = tile_ranges.dynamic_ranges(spec, operands, config.tile_q, config.block_kv)

@@ -95,6 +95,11 @@ def rows_like(rows: jax.Array, tile: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(rows, tile.shape, (0,))
 
 
+def columns_like(columns: jax.Array, tile: jax.Array) -> jax.Array:
+    """One value a column, or one for all, for every row of the tile."""
+    return columns if columns.ndim == 0 else lax.broadcast_in_dim(columns, tile.shape, (1,))
+
+
 def maxima(scores: jax.Array, units: Units) -> jax.Array:
     """[rows, COLUMNS]."""
     return jnp.maximum(units.of_scores(fold(jnp.maximum, scores)), NO_MAXIMUM)
@@ -105,13 +110,9 @@ def probabilities(scores: jax.Array, shift: jax.Array, units: Units) -> jax.Arra
     return jnp.exp2(units.log2(units.of_scores(scores) - rows_like(shift, scores)))
 
 
-def soft_cap(scores: jax.Array, cap: float) -> jax.Array:
-    """cap * tanh(scores / cap), through exp2: the hardware's own tanh is right to 11 bits only. Near 0, where that
-    subtracts nearly equal numbers, by the first terms of the series."""
-    ratio = scores * (1 / cap)
-    square = ratio * ratio
-    series = scores * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
-    return jnp.where(jnp.abs(ratio) < 0.1, series, cap - 2 * cap / (1 + jnp.exp2(ratio * (2 * LOG2E))))
+def ahead(m: jax.Array, shift: jax.Array, units: Units) -> jax.Array:
+    """How far each part's maximum has run ahead of its row's shift, in base 2."""
+    return units.log2(m - rows_like(shift, m))
 
 
 def rescaled(rescale: jax.Array, log2_alpha: jax.Array, out: jax.Array, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -123,6 +124,15 @@ def rescaled(rescale: jax.Array, log2_alpha: jax.Array, out: jax.Array, sums: ja
 
     out, sums = lax.cond(rescale, scaled, lambda *values: values, out, sums)
     return out, sums
+
+
+def soft_cap(scores: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(scores / cap), through exp2: the hardware's own tanh is right to 11 bits only. Near 0, where that
+    subtracts nearly equal numbers, by the first terms of the series."""
+    ratio = scores * (1 / cap)
+    square = ratio * ratio
+    series = scores * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    return jnp.where(jnp.abs(ratio) < 0.1, series, cap - 2 * cap / (1 + jnp.exp2(ratio * (2 * LOG2E))))
 
 
 class FinalStatistics(NamedTuple):

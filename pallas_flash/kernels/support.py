@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -28,17 +28,14 @@ def refused(spec: AttentionSpec, operands: Operands) -> str | None:
         return f"an empty operand: {shapes}"
     if shapes.batch * shapes.num_q_heads * shapes.q_len >= MAX_ROWS:
         return f"batch * heads * queries must stay below {MAX_ROWS}: {shapes}"
-    if _on_explicit_mesh(operands.q):
-        return "arrays on a mesh with explicit axes: call it inside shard_map"
     if spec.precision not in (None, jax.lax.Precision.DEFAULT, "default", "fastest"):
         return f"precision={spec.precision}: it rounds the softmax weights to {operands.q.dtype}"
-    if (obstacle := _function_obstacle(spec)) is not None:
-        return obstacle
-    for name in ("bias", "score_mod", "mask"):
-        for array in jax.tree.leaves(getattr(operands, name)):
-            if array.dtype.name not in tile_function.STORED:
-                return f"{name} has an array of {array.dtype}, which it does not read"
-    return None
+    predicates = [("masks.predicate", part.function) for part in spec.mask if isinstance(part, Predicate)]
+    obstacles = (
+        function_obstacle([("score_mod", spec.score_mod), *predicates]),
+        *(array_obstacle(name, getattr(operands, name)) for name in ("bias", "score_mod", "mask")),
+    )
+    return next(filter(None, obstacles), None)
 
 
 def gradient_refused(spec: AttentionSpec, operands: Operands) -> str | None:
@@ -64,7 +61,7 @@ def compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def varying(results: Any, operands: Operands) -> Any:
+def varying(results: Any, operands: Any) -> Any:
     """Inside shard_map, results differ from device to device as the operands do; a kernel does not say so."""
     axes = varying_axes(operands)
     return jax.tree.map(lambda array: vary(array, axes), results)
@@ -98,15 +95,23 @@ def mask_class(spec: AttentionSpec, operands: Operands) -> str:
     return "causal" if spec.mask else "full"
 
 
-def _on_explicit_mesh(array: Any) -> bool:
+def mesh_obstacle(array: Any) -> str | None:
+    """For a call that no partitioning rule splits among devices."""
     sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
-    return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    if sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
+        return "arrays on a mesh with explicit axes: call it inside shard_map"
+    return None
 
 
-def _function_obstacle(spec: AttentionSpec) -> str | None:
-    functions = [("score_mod", spec.score_mod)] if spec.score_mod is not None else []
-    functions += [("masks.predicate", part.function) for part in spec.mask if isinstance(part, Predicate)]
+def function_obstacle(functions: Iterable[tuple[str, Any]]) -> str | None:
+    """functions: names, and `Elementwise` functions or None."""
     for name, function in functions:
-        if (obstacle := tile_function.obstacle(function)) is not None:
+        if function is not None and (obstacle := tile_function.obstacle(function)) is not None:
             return f"{name} uses {obstacle}, which the kernel cannot compute"
     return None
+
+
+def array_obstacle(name: str, arrays: Any) -> str | None:
+    """Of arrays of which a kernel reads single elements."""
+    unread = [array.dtype for array in jax.tree.leaves(arrays) if array.dtype.name not in tile_function.STORED]
+    return f"{name} has an array of {unread[0]}, which it does not read" if unread else None

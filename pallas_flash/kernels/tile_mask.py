@@ -62,6 +62,61 @@ class TileIndex:
         """One value for each row (axis 0) or column as a tile."""
         return lax.broadcast_in_dim(line, self.shape, (axis,))
 
+    def columns(self, first: Any, size: int, *, zero: Any) -> TileIndex:
+        """Of a part of the tile. zero: 0, which the compiler need not know."""
+        return dataclasses.replace(
+            self, shape=(self.shape[0], size), q_base=self.q_base + zero, kv_base=self.kv_base + first
+        )
+
     def _line(self, base: jax.Array, axis: int) -> jax.Array:
-        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-        return plgpu.layout_cast(lax.iota(jnp.int32, self.shape[axis]), layout) + base
+        return line(self.shape[axis], axis) + base
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedIndex:
+    """The same where all query heads of a key head share a tile: row token * group + head, keys as columns."""
+
+    shape: tuple[int, int]
+    batch: jax.Array
+    first_head: jax.Array
+    group: int  # heads
+    tokens: int  # of the whole call
+    row_base: jax.Array
+    kv_base: jax.Array
+    q_offset: jax.Array  # position of token 0
+
+    @property
+    def head(self) -> jax.Array:
+        heads = self.first_head if self.group == 1 else self.first_head + lax.rem(self._rows, self._group)
+        return self._spread(heads, 0)
+
+    @property
+    def q_pos(self) -> jax.Array:
+        tokens = 0 if self.tokens == 1 else self._rows if self.group == 1 else lax.div(self._rows, self._group)
+        return self._spread(self.q_offset + tokens, 0)
+
+    @property
+    def kv_pos(self) -> jax.Array:
+        return self._spread(line(self.shape[1], 1) + self.kv_base, 1)
+
+    def columns(self, first: Any, size: int, *, zero: Any) -> GroupedIndex:
+        """As of `TileIndex`."""
+        return dataclasses.replace(
+            self, shape=(self.shape[0], size), row_base=self.row_base + zero, kv_base=self.kv_base + first
+        )
+
+    @property
+    def _rows(self) -> jax.Array:
+        return line(self.shape[0], 0) + self.row_base
+
+    @property
+    def _group(self) -> jax.Array:
+        return jnp.full((self.shape[0],), self.group, jnp.int32)
+
+    def _spread(self, values: jax.Array, axis: int) -> jax.Array:
+        return values if values.ndim == 0 else lax.broadcast_in_dim(values, self.shape, (axis,))
+
+
+def line(size: int, axis: int) -> jax.Array:
+    """0, 1, ... along the rows (axis 0) or columns of a tile."""
+    return plgpu.layout_cast(lax.iota(jnp.int32, size), plgpu.Layout.WGMMA.reduce(1 - axis))

@@ -6,6 +6,7 @@ kernels share this. What an element needs of a larger array is gathered from dev
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -26,20 +27,36 @@ class ScoreOperands(NamedTuple):
     """What logits are made from beside q and k; what is absent is None (or empty). References are to device memory."""
 
     scale: Any  # a number, or a scalar
-    score_mod: tuple[Ref, ...] = ()  # as in `function_arrays`, and likewise a predicate's in mask
+    score_mod: tuple[Ref, ...] = ()  # as in `score_arrays`, and likewise a predicate's in mask
     bias: Ref | None = None  # [1|B, 1|N, 1|T, 1|S]
     mask: tuple[tuple[Any, ...], ...] = ()  # of a part with one int32 a batch element: this element's; else references
     dropout_key: tuple[jax.Array, jax.Array] | None = None
+    kv_offset: Any = 0
+    origin: tuple[jax.Array, jax.Array] | None = None
 
 
-def function_arrays(spec: AttentionSpec, operands: Operands) -> Operands:
-    """`operands` with all arrays that score_mod and predicates read, those that they captured under `jit` included."""
+class ScoreArrays(NamedTuple):
+    """What scores depend on beside q, k and scale: these as in `spec.Operands`, with all arrays that score_mod and
+    predicates read, those that they captured under `jit` included."""
+
+    q_offset: Any
+    score_mod: tuple[Any, ...]
+    bias: Any
+    mask: tuple[tuple[Any, ...], ...]
+    dropout_key: Any
+    kv_offset: Any
+    origin: Any
+
+
+def score_arrays(spec: AttentionSpec, operands: Operands) -> ScoreArrays:
+    """Of a call, in the order in which the kernels' `Inputs` have them."""
     parts = zip(spec.mask, operands.mask, strict=True)
     of_part = lambda part, arrays: (  # noqa: E731
         tile_function.operands(part.function, arrays) if isinstance(part, masks.Predicate) else arrays
     )
     score_mod = () if spec.score_mod is None else tile_function.operands(spec.score_mod, operands.score_mod)
-    return operands._replace(score_mod=score_mod, mask=tuple(of_part(*part) for part in parts))
+    found = {name: getattr(operands, name) for name in ScoreArrays._fields}
+    return ScoreArrays(**found | {"score_mod": score_mod, "mask": tuple(of_part(*part) for part in parts)})
 
 
 def score_operands(spec: AttentionSpec, inputs: Any, batch: Any) -> ScoreOperands:
@@ -52,6 +69,8 @@ def score_operands(spec: AttentionSpec, inputs: Any, batch: Any) -> ScoreOperand
         bias=inputs.bias,
         mask=tuple(map(of_batch, spec.mask, inputs.mask)),
         dropout_key=None if key is None else (key[0], key[1]),
+        kv_offset=spec.kv_offset if inputs.kv_offset is None else inputs.kv_offset[batch],
+        origin=None if inputs.origin is None else (inputs.origin[0], inputs.origin[1]),
     )
 
 
@@ -62,6 +81,16 @@ class TileScores(NamedTuple):
     operands: ScoreOperands
     index: TileIndex
     elements: Elements
+
+    @property
+    def place(self) -> TileIndex:
+        """Where the tile stands in the whole of a call that is spread over devices, for what asks for positions."""
+        index, kv_offset, origin = self.index, self.operands.kv_offset, self.operands.origin
+        if isinstance(kv_offset, int) and kv_offset == 0 and origin is None:
+            return index
+        batch, head = origin or (0, 0)
+        base = index.kv_base + kv_offset
+        return dataclasses.replace(index, batch=index.batch + batch, head=index.head + head, kv_base=base)
 
     def logits(self, scores: jax.Array) -> jax.Array:
         """soft_cap(score_mod(scale * q.k)) + bias, in natural units, of scores = q.k."""
@@ -98,14 +127,14 @@ class TileScores(NamedTuple):
         """-inf where the mask forbids a pair. kv_len: and for keys from there on."""
         allowed = [self._allowed(part, arrays) for part, arrays in zip(self.spec.mask, self.operands.mask, strict=True)]
         if kv_len is not None:
-            allowed.append(self.index.kv_pos < kv_len)
+            allowed.append(self.index.kv_pos < kv_len)  # without its offset: the row
         return jnp.where(functools.reduce(jnp.logical_and, allowed), scores, -jnp.inf)
 
     def kept(self, weights: jax.Array) -> jax.Array:
         """The softmax weights that dropout keeps, not yet divided by 1 - rate; 0 elsewhere."""
         if self.operands.dropout_key is None:
             return weights
-        keep = dropout.keep(self.operands.dropout_key, self.index, self.spec.dropout_rate)
+        keep = dropout.keep(self.operands.dropout_key, self.place, self.spec.dropout_rate)
         return jnp.where(keep, weights, 0.0)
 
     def add_bias_gradient(self, total: Ref | None, dlogits: jax.Array) -> None:
@@ -137,7 +166,7 @@ class TileScores(NamedTuple):
                 return self._take(arrays[0])
             case masks.Predicate():
                 return self._call(part.function, arrays)
-        return part.allowed(arrays, index)
+        return part.allowed(arrays, self.place)
 
     def _take(self, array: Ref) -> jax.Array:
         """The tile's part of an array [1|B, 1|N, 1|T, 1|S], as a tile."""
@@ -152,7 +181,7 @@ class TileScores(NamedTuple):
 
     def _call(self, function: Any, captures: tuple[Ref, ...], *first: Any) -> jax.Array:
         index = self.index
-        place = [functools.partial(getattr, index, name) for name in ("batch", "head", "q_pos", "kv_pos")]
+        place = [functools.partial(getattr, self.place, name) for name in ("batch", "head", "q_pos", "kv_pos")]
         value = tile_function.evaluate(function, captures, (*first, *place), self._read)
         return lax.broadcast_in_dim(value, index.shape, ()) if jnp.ndim(value) == 0 else value
 

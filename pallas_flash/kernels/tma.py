@@ -8,7 +8,6 @@ never written.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -45,24 +44,35 @@ def padded(array: jax.Array, rows: int, columns: int) -> jax.Array:
     return jnp.pad(array, ((0, 0), *missing)) if missing != ((0, 0),) * 3 else array
 
 
-def load(source: Ref, rows: Rows, buffer: Ref, produced: Ref, slot: Any, *, contract_rows: bool = False) -> None:
-    """Start filling buffer[slot] from source[rows]; produced[slot] completes when all has landed.
+def load(
+    source: Ref,
+    rows: Rows,
+    buffer: Ref,
+    produced: Ref,
+    slot: Any,
+    *,
+    contract_rows: bool = False,
+    to_row: int | None = None,
+) -> None:
+    """Start filling buffer[slot] from source[rows]; produced[slot] gets one arrival, and completes when all landed.
 
-    contract_rows: as the buffer was made, see `memory.tile_columns`.
+    contract_rows: as the buffer was made, see `memory.tile_columns`. to_row: fill only from that row on.
     """
+    part = buffer.at[slot] if to_row is None else buffer.at[slot, pl.ds(to_row, rows.size)]
     if _is_tiled(source.shape, buffer):
         at = rows.batch, pl.ds(rows.start, rows.size), rows.head
-        plgpu.copy_gmem_to_smem(source.at[at], buffer.at[slot], produced.at[slot])
+        plgpu.copy_gmem_to_smem(source.at[at], part, produced.at[slot])
         return
     columns = memory.tile_columns(buffer.shape, buffer.dtype, contract_rows=contract_rows)
     target = plgpu.RefType(memory.transforms(columns, buffer.dtype))
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), target, *[_SCALAR] * 5))
     def copy(ctx: Any, source: Any, target: Any, barriers: Any, slot: Any, *at: Any) -> None:
+        utils.warpgroup_barrier()  # as Pallas' own copies: what read the buffer before has ended
         barrier = _barrier(barriers, slot)
         leader = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
         # Under Pallas every thread of the warpgroup arrives: each expects its share.
-        barrier.arrive_expect_tx(math.prod(buffer.shape[-2:]) * buffer.dtype.itemsize // utils.WARPGROUP_SIZE)
+        barrier.arrive_expect_tx(rows.size * buffer.shape[-1] * buffer.dtype.itemsize // utils.WARPGROUP_SIZE)
         for piece, where, transform in _pieces(target, source, at):
             ctx.async_copy(
                 src_ref=source,
@@ -75,7 +85,7 @@ def load(source: Ref, rows: Rows, buffer: Ref, produced: Ref, slot: Any, *, cont
                 predicate=leader,
             )
 
-    arguments = source, buffer.at[slot], _address_p.bind(produced), slot, rows.batch, rows.start, rows.head
+    arguments = source, part, _address_p.bind(produced), slot, rows.batch, rows.start, rows.head
     copy(*arguments)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
 
 

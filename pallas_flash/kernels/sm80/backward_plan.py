@@ -34,6 +34,8 @@ class Inputs(NamedTuple):
     bias: Ref | None
     mask: tuple[tuple[Ref, ...], ...]
     dropout_key: Ref | None
+    kv_offset: Ref | None
+    origin: Ref | None
     dscale: Ref | None  # float32 [B, N, T rounded up], zero at first: the sums of q * dq along each row, without scale
     dbias: Ref | None  # float32, zero at first: as `TileScores.add_bias_gradient` wants it
 
@@ -51,9 +53,7 @@ class Arrays(NamedTuple):
 
 def inputs(spec: AttentionSpec, operands: Operands, arrays: Arrays, *, dscale: Any = None, dbias: Any = None) -> Inputs:
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
-    read = tile_scores.function_arrays(spec, operands)
-    more = (scale, read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key, dscale, dbias)
-    return Inputs._make((*arrays, *more))
+    return Inputs(*arrays, scale, *tile_scores.score_arrays(spec, operands), dscale, dbias)
 
 
 class Work(NamedTuple):

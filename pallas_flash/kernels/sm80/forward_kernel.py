@@ -42,8 +42,7 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     sinks = None if operands.sinks is None else operands.sinks.astype(jnp.float32)
-    read = tile_scores.function_arrays(spec, operands)
-    more = (read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key)
+    more = tile_scores.score_arrays(spec, operands)
     row_type = jax.ShapeDtypeStruct((shapes.batch, shapes.num_q_heads, q.shape[1]), jnp.float32)
     out_type = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
     kernel = plgpu.kernel(
@@ -179,7 +178,9 @@ def _step(worker: Worker, q: jax.Array | None, step: jax.Array, state: State, *,
     sums += softmax.fold(jnp.add, p).sum(axis=1)
     weights = tile.kept(p).astype(plan.dtype)
     if plan.hides_values(masked=masked):
-        junk.clean(buffers.v, memory.tile_columns(buffers.v.shape, plan.dtype), buffers.junk, slot, instructions)
+        junk.clean(
+            buffers.v.at[slot], memory.tile_columns(buffers.v.shape, plan.dtype), buffers.junk, slot, instructions
+        )
     out = instructions.product(weights, buffers.v.at[slot], out)
     if plan.hides_values(masked=masked):
         junk.note_readers(lambda: tile, buffers.junk, slot, 0)

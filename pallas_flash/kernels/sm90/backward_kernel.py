@@ -43,7 +43,6 @@ from pallas_flash.kernels.sm90.backward_plan import (
     Work,
     Worker,
 )
-from pallas_flash.kernels.tile_scores import ScoreOperands
 from pallas_flash.spec import AttentionSpec, Operands
 
 REGISTERS, COPY_REGISTERS = 240, 24  # of a thread of a warpgroup that computes, that copies
@@ -74,8 +73,7 @@ def run(
     plan = Plan(spec, held, q.dtype, config, tensor_cores, interpret is not None, rows.m is not None, sums_dq)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
-    read = tile_scores.function_arrays(spec, operands)
-    more = (read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key)
+    more = tile_scores.score_arrays(spec, operands)
     dq_ref = jax.new_ref(jnp.zeros((plan.dq_slices * q.shape[0], *q.shape[1:]), jnp.float32)) if sums_dq else None
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),
@@ -232,18 +230,10 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
 
 def _work(plan: Plan, inputs: Inputs, item: WorkItem) -> Work:
     spec = plan.spec
-    of_batch = lambda part, arrays: tuple(x[item.batch] for x in arrays) if part.uses_batch else arrays  # noqa: E731
-    key = inputs.dropout_key
     return Work(
         item=item,
         q_offset=spec.q_offset if inputs.q_offset is None else inputs.q_offset[item.batch],
-        scores=ScoreOperands(
-            scale=spec.scale if inputs.scale is None else inputs.scale[0],
-            score_mod=inputs.score_mod,
-            bias=inputs.bias,
-            mask=tuple(map(of_batch, spec.mask, inputs.mask)),
-            dropout_key=None if key is None else (key[0], key[1]),
-        ),
+        scores=tile_scores.score_operands(spec, inputs, item.batch),
     )
 
 

@@ -36,6 +36,8 @@ class Inputs(NamedTuple):
     bias: Ref | None
     mask: tuple[tuple[Ref, ...], ...]
     dropout_key: Ref | None
+    kv_offset: Ref | None
+    origin: Ref | None
     dq: (
         Ref | None
     )  # float32 [B, T, N, H], zero at first: one of the two that are written; None: another kernel makes it

@@ -58,8 +58,7 @@ def run(
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     dscale = None if scale is None else jax.new_ref(jnp.zeros(rows.delta.shape, jnp.float32))
-    read = tile_scores.function_arrays(spec, operands)
-    more = (read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key)
+    more = tile_scores.score_arrays(spec, operands)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),

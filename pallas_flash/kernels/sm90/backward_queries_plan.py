@@ -34,6 +34,8 @@ class Inputs(NamedTuple):
     bias: Ref | None
     mask: tuple[tuple[Ref, ...], ...]
     dropout_key: Ref | None
+    kv_offset: Ref | None
+    origin: Ref | None
     dscale: Ref | None  # float32 [B, N, T rounded up], zero at first: the sums of q * dq along each row, without scale
     dbias: Ref | None  # float32, zero at first: as `TileScores.add_bias_gradient` wants it
 

@@ -61,7 +61,7 @@ class ForwardConfig:
         q, out = (self.tile_q * dim * itemsize for dim in (head_dim, value_head_dim))
         k, v = (self.num_stages * self.block_kv * dim * itemsize for dim in (head_dim, value_head_dim))
         rows = self.tile_q * 4
-        junk = (self.num_stages * self.block_kv * 4, rows, BUFFER_ALIGNMENT) if hides_values else ()
+        junk = (self.num_stages * self.block_kv * 4, rows, *[BUFFER_ALIGNMENT] * 2) if hides_values else ()
         own = out * self.out_has_own_buffer
         buffers = (q if self.out_has_own_buffer else max(q, out), k, v, own, rows, rows, *junk)
         return sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers) + BARRIER_BYTES

@@ -51,8 +51,8 @@ def copy_warpgroup(plan: Plan, inputs: Inputs, buffers: Buffers, barriers: Barri
             )
         steps = item.kv_end - item.kv_start
 
-        if plan.hides_values(masked=True):
-            to_clean = steps if plan.hides_values(masked=False) else schedule.first_unmasked(item)
+        if plan.cleans:
+            to_clean = steps if plan.hides_values_anywhere else schedule.first_unmasked(item)
             land_v = functools.partial(copy_block, inputs.v, buffers.v, barriers.v._replace(produced=barriers.v_landed))
             _copy_and_clean(steps, to_clean, (copy_k, copy_v), (land_v, clean_v))
         else:
@@ -100,5 +100,5 @@ def _clean(plan: Plan, buffers: Buffers, barriers: Barriers, slot: jax.Array) ->
     """Wait for a block of values, and hand it on without NaN and Inf."""
     columns = memory.tile_columns(buffers.v.shape, plan.dtype, contract_rows=True)
     plgpu.barrier_wait(barriers.v_landed.at[slot])
-    junk.clean(buffers.v, columns, buffers.junk, slot, plan.tensor_cores)
+    junk.clean(buffers.v.at[slot], columns, buffers.junk, slot, plan.tensor_cores)
     plgpu.barrier_arrive(barriers.v.produced.at[slot])

@@ -11,7 +11,9 @@ flight, nothing is in flight across the end of a loop's body, and an accumulator
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,8 +47,7 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scale = None if operands.scale is None else operands.scale.reshape(1).astype(jnp.float32)
     sinks = None if operands.sinks is None else operands.sinks.astype(jnp.float32)
-    read = tile_scores.function_arrays(spec, operands)
-    more = (read.q_offset, read.score_mod, read.bias, read.mask, read.dropout_key)
+    more = tile_scores.score_arrays(spec, operands)
     inputs = Inputs(work, q, k, v, scale, sinks, *more)
     row_type = jax.ShapeDtypeStruct((held.batch, held.num_q_heads, held.q_len), jnp.float32)
     out_type = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), q.dtype)
@@ -79,12 +80,29 @@ def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers, ba
     @pl.when(wg < config.compute_wgs)
     def _compute() -> None:
         plgpu.set_max_registers(config.compute_registers, action="increase")
-        _compute_warpgroup(plan, inputs, outputs, buffers, barriers, wg)
+        compute = lambda plan: _compute_warpgroup(plan, inputs, outputs, buffers, barriers, wg)  # noqa: E731
+        if buffers.junk is not None:
+            junk.trust(buffers.junk, wg, plan.tensor_cores)
+        compute(plan)
+        if barriers.inspected is not None:
+            plgpu.barrier_arrive(barriers.inspected)
+        _once_more_if_suspected(plan, buffers, barriers, compute)
 
     @pl.when(wg == config.compute_wgs)
     def _copy() -> None:
         plgpu.set_max_registers(config.copy_registers, action="decrease")
-        forward_copies.copy_warpgroup(plan, inputs, buffers, barriers)
+        copy = lambda plan: forward_copies.copy_warpgroup(plan, inputs, buffers, barriers)  # noqa: E731
+        copy(plan)
+        _once_more_if_suspected(plan, buffers, barriers, copy)
+
+
+def _once_more_if_suspected(plan: Plan, buffers: Buffers, barriers: Barriers, one_pass: Callable[[Plan], None]) -> None:
+    """All warpgroups of a CTA decide alike: its tiles again, now with the values cleaned."""
+    if barriers.inspected is None or buffers.junk is None:
+        return
+    plgpu.barrier_wait(barriers.inspected)
+    again = functools.partial(one_pass, dataclasses.replace(plan, cleans=True))
+    pl.when(junk.is_suspected(buffers.junk))(again)
 
 
 def _compute_warpgroup(
@@ -108,15 +126,8 @@ def _compute_warpgroup(
         out, stats = plan.tensor_cores.accumulator(attend, acc_shape, _at(buffers.acc, wg))
         # Loaded here, the next item arrives while this one is stored.
         following = schedule.load_item(inputs.work, cta, jnp.minimum(index + 1, items - 1))
-        _store_tile(
-            plan,
-            outputs,
-            buffers,
-            barriers,
-            work,
-            out,
-            softmax.finish_as(plan.spec, softmax.totals(stats), plan.units, work.sink),
-        )
+        final = softmax.finish_as(plan.spec, softmax.totals(stats), plan.units, work.sink)
+        _store_tile(plan, outputs, buffers, barriers, work, out, final)
         return following, count + item.kv_end - item.kv_start
 
     lax.fori_loop(0, items, compute_tile, (first, jnp.int32(0)))
@@ -149,15 +160,16 @@ def _attend(worker: Worker) -> tuple[jax.Array, softmax.RowStatistics]:
     steps = item.kv_end - item.kv_start
     step = functools.partial(_step, worker)
 
-    if buffers.junk is not None:
+    if plan.cleans:
         junk.forget(buffers.junk, work.wg, plan.tensor_cores)
     plgpu.barrier_wait(barriers.q.produced.at[work.wg])
     state = step(jnp.int32(0), None, masked=plan.some_masked)
     first_unmasked: Any = 1
-    if plan.some_masked:
-        first_unmasked = schedule.first_unmasked(item)
+    if plan.some_masked:  # in the second pass all are done as if they were: it is rare, and programs stay smaller
+        first_unmasked = steps if plan.cleans else schedule.first_unmasked(item)
         state = lax.fori_loop(1, first_unmasked, functools.partial(step, masked=True), state)
-    state = lax.fori_loop(first_unmasked, steps, functools.partial(step, masked=False), state)
+    if not (plan.some_masked and plan.cleans):
+        state = lax.fori_loop(first_unmasked, steps, functools.partial(step, masked=False), state)
 
     last = plan.slot(work.count + steps - 1)
     plgpu.barrier_wait(barriers.v.produced.at[last])
@@ -185,7 +197,7 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
         shift = m.max(axis=1)
     else:
         m = jnp.maximum(m, state.stats.m)
-        rescale = _must_rescale(plan, m, state.stats.shift)
+        rescale = tensor_cores.any(softmax.ahead(m, state.stats.shift, units) > plan.config.rescale_threshold)
         shift = lax.cond(rescale, lambda: m.max(axis=1), lambda: state.stats.shift)
         tensor_cores.wait(0)
         _note_readers_of_junk(worker, step - 1, last)
@@ -208,13 +220,13 @@ def _tile_scores(worker: Worker, step: jax.Array, *, masked: bool) -> TileScores
 def _note_readers_of_junk(worker: Worker, step: jax.Array, slot: jax.Array) -> None:
     """Queries that take part with a key of this step whose values are not finite, before its slot is free again."""
     plan, buffers, _, work, _ = worker
-    if not plan.hides_values(masked=True):
+    if not plan.cleans:
         return
 
     def note() -> None:
         junk.note_readers(lambda: _tile_scores(worker, step, masked=True), buffers.junk, slot, work.wg)
 
-    if plan.hides_values(masked=False):
+    if plan.hides_values_anywhere:
         note()
     else:
         pl.when(step < schedule.first_unmasked(work.item))(note)
@@ -242,12 +254,6 @@ def _products(worker: Worker, step: jax.Array, state: State | None) -> jax.Array
     return scores
 
 
-def _must_rescale(plan: Plan, m: jax.Array, shift: jax.Array) -> jax.Array:
-    """Whether some maximum has run ahead of its row's shift by more than the threshold."""
-    ahead = plan.units.log2(m - softmax.rows_like(shift, m))
-    return plan.tensor_cores.any(ahead > plan.config.rescale_threshold)
-
-
 def _store_tile(
     plan: Plan,
     outputs: Residuals,
@@ -262,8 +268,10 @@ def _store_tile(
     out_smem = (buffers.q if buffers.out is None else buffers.out).at[wg]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's
     normalizer = stats.normalizer
-    if buffers.junk is not None:
+    if plan.cleans:
         normalizer += junk.of_readers(buffers.junk, wg)
+    elif buffers.junk is not None:
+        junk.inspect(out, buffers.junk, wg, plan.tensor_cores)
     out_smem[...] = (out * softmax.rows_like(normalizer, out)).astype(plan.dtype)
     buffers.m[wg] = stats.m
     buffers.l[wg] = stats.l

@@ -35,6 +35,8 @@ class Inputs(NamedTuple):
     bias: Ref | None
     mask: tuple[tuple[Ref, ...], ...]
     dropout_key: Ref | None
+    kv_offset: Ref | None
+    origin: Ref | None
 
 
 class Buffers(NamedTuple):
@@ -53,6 +55,7 @@ class Barriers(NamedTuple):
     k: bar.Handshake
     v: bar.Handshake
     v_landed: Ref | None  # a block of values that is still to be cleaned is there
+    inspected: Ref | None  # all outputs have been looked at for NaN and Inf
     turns: bar.Turns | bar.NamedTurns | None
 
 
@@ -95,6 +98,7 @@ class Plan:
     config: ForwardConfig
     tensor_cores: matmul.TensorCores
     has_bias: bool
+    cleans: bool = False  # in the second pass over the work, which follows if NaN or Inf came out of the first
 
     def slot(self, count: jax.Array) -> jax.Array:
         """Where the key block of this number stands among the buffers."""
@@ -109,10 +113,15 @@ class Plan:
     def some_masked(self) -> bool:
         return bool(self.spec.mask) or self.shapes.kv_len % self.config.block_kv != 0
 
-    def hides_values(self, *, masked: bool) -> bool:
-        """Whether a block, masked or not, may have rows of v that some queries must not read: a bias may be -inf
-        anywhere. Rows behind the end are zeros."""
-        return self.has_bias or (masked and bool(self.spec.mask))
+    @property
+    def hides_values(self) -> bool:
+        """Whether a block may have rows of v that some queries must not read. Rows behind the end are zeros."""
+        return self.has_bias or bool(self.spec.mask)
+
+    @property
+    def hides_values_anywhere(self) -> bool:
+        """Whether that may be so in a block without masked elements too: a bias may be -inf in any."""
+        return self.has_bias
 
     @property
     def raw_scores(self) -> bool:
@@ -134,7 +143,7 @@ def buffers(plan: Plan) -> Buffers:
         out=matrix((wgs, block_q, shapes.value_head_dim)) if config.out_has_own_buffer else None,
         m=memory.rows((wgs, block_q)),
         l=memory.rows((wgs, block_q)),
-        junk=junk.scratch(config.num_stages, block_kv, wgs, block_q) if plan.hides_values(masked=True) else None,
+        junk=junk.scratch(config.num_stages, block_kv, wgs, block_q) if plan.hides_values else None,
         acc=plan.tensor_cores.scratch((wgs, block_q, shapes.value_head_dim)),
     )
 
@@ -146,6 +155,7 @@ def barriers(plan: Plan) -> Barriers:
         q=bar.handshake(wgs, 1),
         k=bar.handshake(config.num_stages, wgs),
         v=bar.handshake(config.num_stages, wgs),
-        v_landed=plgpu.Barrier(num_barriers=config.num_stages) if plan.hides_values(masked=True) else None,
+        v_landed=plgpu.Barrier(num_barriers=config.num_stages) if plan.hides_values else None,
+        inspected=plgpu.Barrier(num_arrivals=wgs) if plan.hides_values else None,
         turns=plan.tensor_cores.turns(wgs) if config.take_turns and wgs > 1 else None,
     )

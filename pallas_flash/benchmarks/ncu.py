@@ -1,0 +1,110 @@
+"""The bytes of device memory that each kernel of a program really reads and writes, counted by Nsight Compute (`ncu`).
+
+ncu starts a program of its own; run as a module, this is that program: it compiles a workload, checks the results, and
+then runs it once more between the two calls that tell ncu to look. ncu empties the caches before each kernel, so what
+one kernel leaves in the L2 for the next is counted twice, for every implementation alike.
+"""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from pallas_flash.benchmarks.cases import Workload
+
+READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
+# What ncu calls its units, in bytes and milliseconds.
+UNITS = {
+    **{"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9},
+    **{"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "nsecond": 1e-6, "usecond": 1e-3, "msecond": 1.0, "second": 1e3},
+}
+TIMEOUT = 300  # seconds for one program
+
+
+class Kernel(NamedTuple):
+    """One launch of a kernel: bytes of device memory, and its time under ncu, whose clocks are not those of a run."""
+
+    name: str
+    read: int
+    written: int
+    ms: float
+
+
+def obstacle() -> str | None:
+    """Why nothing can be counted here."""
+    return None if shutil.which("ncu") else "Nsight Compute's ncu is not on the PATH"
+
+
+def count(workload: Workload, implementation: str, kind: str) -> list[Kernel]:
+    """All kernels of a program, in order. RuntimeError with the reason if it failed or its results are wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        command = [
+            "ncu",
+            "--csv",
+            "--page",
+            "raw",
+            "--log-file",
+            str(log),
+            "--metrics",
+            ",".join((READ, WRITTEN, TIME)),
+        ]
+        command += ["--profile-from-start", "off", "--clock-control", "none"]
+        command += [sys.executable, "-m", "pallas_flash.benchmarks.ncu", workload.name, implementation, kind]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"not done after {TIMEOUT} s") from error
+        said = log.read_text() if log.is_file() else ""
+    if done.returncode:
+        lines = [line for line in (done.stderr + said).splitlines() if line.strip()]
+        raise RuntimeError(lines[-1] if lines else f"ncu ended with {done.returncode}")
+    return parse(said)
+
+
+def parse(text: str) -> list[Kernel]:
+    """ncu's CSV: messages, a line of names, a line of units, a line for each launch."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    if len(lines) < 3:
+        raise RuntimeError(f"ncu counted nothing: {' '.join(text.split())[-200:] or 'no output'}")
+    names, units, *launches = csv.reader(io.StringIO("\n".join(lines)))
+    column = {name: index for index, name in enumerate(names)}
+
+    def value(launch: list[str], metric: str) -> float:
+        at = column[metric]
+        return float(launch[at].replace(",", "")) * UNITS[units[at]]
+
+    return [
+        Kernel(line[column["Kernel Name"]], int(value(line, READ)), int(value(line, WRITTEN)), value(line, TIME))
+        for line in launches
+    ]
+
+
+def _main(workload_name: str, implementation: str, kind: str) -> None:
+    import jax
+
+    from pallas_flash.benchmarks import cases, check, peers, programs, tiles
+
+    (workload,) = cases.select([workload_name], cases.WORKLOADS)
+    known = (*peers.all_peers(), *(peer for passed in tiles.TILES for peer in tiles.peers(passed)))
+    (peer,) = peers.select([implementation], known)
+    inputs = cases.make_inputs(workload, 0)
+    program = programs.lower(workload, peer, kind, [inputs])()
+    errors = check.relative_errors(program.run(), check.expected(workload, inputs))
+    if over := check.too_large(errors, workload.dtype):
+        sys.exit(f"relative error over budget: {over}")
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuProfilerStart()
+    jax.block_until_ready(program.run())
+    driver.cuProfilerStop()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,48 @@
+"""Look for calls whose results are wrong.
+
+    python -m tests.fuzz --seconds 600                        random calls, reference and xla in turn
+    python -m tests.fuzz --seconds 600 --implementations sm90  on a GPU
+    python -m tests.fuzz --seconds 600 --implementations interpreted   the kernels' bodies on a CPU (NPROC=8)
+    python -m tests.fuzz --case '{"implementation": ...}'     the one that a failure printed
+
+Every input follows from --seed. A failure is made as small as it gets and printed as the line that repeats it. Exit
+codes: 0 all right, 1 something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+
+from tests import interpreted
+from tests.conftest import small_tiles
+from tests.fuzz import run
+from tests.fuzz.case import Case
+from tests.fuzz.search import search
+
+TILE = 32  # of xla: the calls are small, and should have several
+
+
+def main(arguments: list[str] | None = None) -> int:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__, formatter_class=layout)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--implementations", nargs="+", default=["reference", "xla"], metavar="NAME")
+    parser.add_argument("--case", help="check this one alone")
+    options = parser.parse_args(arguments)
+    with small_tiles(TILE), interpreted.by_name():
+        if options.case is not None:
+            run.check(Case.parse(options.case))
+            print("passed")
+            return 0
+        report = search(options.seed, tuple(options.implementations), seconds=options.seconds)
+    counts = ", ".join(f"{name} {count}" for name, count in report.ran.items())
+    print(f"seed {options.seed}: {counts}; {report.refused} refused, {len(report.failures)} failures")
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

@@ -1,0 +1,86 @@
+"""What using the package costs beside computing: importing it, and compiling again."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_flash import flash_attention, masks
+from tests.conftest import inputs
+
+ROOT = Path(__file__).parent.parent
+IMPORT_SECONDS = 0.2
+ATTEMPTS = 3  # a busy machine makes one slow
+
+
+def import_seconds(statement: str) -> float:
+    """Processor time of an import in a fresh interpreter that has JAX already."""
+    clock = "time.process_time()"
+    program = f"import time, jax, jax.numpy; start = {clock}; {statement}; print({clock} - start)"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    return float(run.stdout)
+
+
+def test_importing_takes_little_beside_jax() -> None:
+    attempts = (import_seconds("import pallas_flash") for _ in range(ATTEMPTS))
+    assert any(seconds < IMPORT_SECONDS for seconds in attempts)
+
+
+def test_a_slow_import_is_noticed() -> None:
+    """The companion: Pallas, which the package loads only where it lowers a kernel, takes longer than is allowed."""
+    assert import_seconds("import jax.experimental.pallas.mosaic_gpu") > IMPORT_SECONDS
+
+
+def compilations(caplog: pytest.LogCaptureFixture, function: Callable[[], Any]) -> int:
+    """How many programs XLA compiles while `function` runs."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), jax.log_compiles():
+        function()
+    return sum(record.message.startswith("Finished XLA compilation") for record in caplog.records)
+
+
+def arrays(seed: int) -> dict[str, Any]:
+    """Every array argument, with values by the seed."""
+    rng = np.random.default_rng(seed)
+    call = {name: jnp.asarray(x) for name, x in inputs(seed).items()}
+    slopes = jnp.asarray(rng.normal(size=6), jnp.float32)
+    return {
+        "query": call["q"], "key": call["k"], "value": call["v"],
+        "bias": jnp.asarray(rng.normal(size=(5, 7)), jnp.float32), "scale": jnp.float32(rng.random()),
+        "sinks": jnp.asarray(rng.normal(size=6), jnp.float32), "query_offset": jnp.asarray(rng.integers(0, 3, 2)),
+        "query_seq_lengths": jnp.asarray(rng.integers(0, 6, 2)), "dropout_key": jax.random.key(seed),
+        "key_value_seq_lengths": jnp.asarray(rng.integers(0, 8, 2)),
+        "segment_ids": tuple(jnp.asarray(rng.integers(0, 2, (2, n))) for n in (5, 7)),
+        "mask": masks.prefix_lm(jnp.asarray(rng.integers(0, 7, 2))) & masks.predicate(lambda b, h, i, j: slopes[h] < 2),
+        "score_mod": lambda s, b, h, i, j: s * slopes[h],
+    }  # fmt: skip
+
+
+def test_other_values_compile_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Called without jit, with functions written anew each time; and in a jitted step with its gradient."""
+    options: Any = {"dropout_rate": 0.2, "is_causal": True, "return_residual": True, "implementation": "xla"}
+
+    def eager(seed: int) -> None:
+        flash_attention(**arrays(seed), **options)
+
+    @jax.jit
+    def gradient(arguments: Any) -> Any:
+        loss = lambda q: flash_attention(**arguments | {"query": q}, **options)[0].sum()  # noqa: E731
+        return jax.grad(loss)(arguments["query"])
+
+    def step(seed: int) -> None:
+        gradient({name: value for name, value in arrays(seed).items() if name != "score_mod"})
+
+    for call in (eager, step):
+        assert compilations(caplog, lambda call=call: call(0)) > 0
+        assert compilations(caplog, lambda call=call: [call(1), call(2)]) == 0
+    assert compilations(caplog, lambda: flash_attention(**arrays(0), **options | {"dropout_rate": 0.3})) > 0

@@ -1,0 +1,192 @@
+"""flash_attention on arrays that are sharded over batch and heads: right, and local on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash import flash_attention
+from tests.conftest import inputs
+from tests.sharding import collectives, mesh_of
+
+SIZES, AXES = (2, 4), ("x", "y")
+SPLIT = P("x", None, "y")
+BATCH_ONLY = P("x")
+
+
+class Case(NamedTuple):
+    """What is sharded how, which operands there are, and the collectives that this should cost."""
+
+    heads: tuple[int, int] = (8, 4)
+    query: P = SPLIT
+    key: P = SPLIT
+    shared: tuple[str, ...] = ()  # operands that all devices have whole
+    options: tuple[str, ...] = ()
+    costs: frozenset[str] = frozenset()
+
+
+CASES = {
+    "heads and batch": Case(options=("lengths", "sinks of each head")),
+    "shared operands": Case(shared=("bias", "scale", "slopes"), options=("dropout",), costs=frozenset({"all-reduce"})),
+    "one key head for all": Case(heads=(8, 1), key=BATCH_ONLY, costs=frozenset({"all-reduce"})),
+    "some query heads of a key head": Case(heads=(8, 2), key=BATCH_ONLY, costs=frozenset({"all-reduce"})),
+    "batch over both": Case(query=P(("x", "y")), key=P(("x", "y"))),
+}
+
+
+@pytest.fixture
+def gspmd() -> Iterator[None]:
+    jax.config.update("jax_use_shardy_partitioner", False)
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_use_shardy_partitioner", True)
+    jax.clear_caches()
+
+
+def arrays_of(case: Case) -> tuple[dict[str, Any], dict[str, P]]:
+    call = inputs(batch=8, heads=case.heads, dims=(8, 6))
+    rng = np.random.default_rng(1)
+    shapes = {"bias": (1, 1, 5, 7), "scale": (), "slopes": case.heads[:1]}
+    arrays = {name: jnp.asarray(call[name]) for name in "qkv"}
+    arrays |= {name: jnp.asarray(rng.normal(size=shapes[name]), jnp.float32) for name in case.shared}
+    specs = {"q": case.query, "k": case.key, "v": case.key} | dict.fromkeys(case.shared, P())
+    if "sinks of each head" in case.options:
+        # Its gradient is a sum over the batch, so that is one of what devices share.
+        arrays["sinks"], specs["sinks"] = jnp.asarray(rng.normal(size=case.heads[:1]), jnp.float32), P("y")
+    return arrays, specs
+
+
+def attend(arrays: dict[str, Any], options: tuple[str, ...]) -> Any:
+    q, k, v = (arrays[name] for name in "qkv")
+    more: dict[str, Any] = {name: arrays[name] for name in ("bias", "sinks", "scale") if name in arrays}
+    if "slopes" in arrays:
+        more["score_mod"] = lambda s, b, h, i, j: s + arrays["slopes"][h] * (j - i) + 0.1 * b * j
+    if "dropout" in options:
+        more |= {"dropout_rate": 0.3, "dropout_key": jax.random.key(2)}
+    if "lengths" in options:
+        more["key_value_seq_lengths"] = jnp.array([7, 2, 5, 1, 7, 7, 3, 0])
+    return flash_attention(q, k, v, is_causal=True, **more, implementation="xla")
+
+
+def both(arrays: dict[str, Any], dout: Any, options: tuple[str, ...]) -> Any:
+    out, pullback = jax.vjp(lambda arrays: attend(arrays, options), arrays)
+    return out, pullback(dout)[0]
+
+
+def check(case: Case, kind: Any) -> None:
+    arrays, specs = arrays_of(case)
+    dout = jnp.asarray(np.random.default_rng(2).normal(size=(8, 5, case.heads[0], 6)), jnp.float32)
+    want = both(arrays, dout, case.options)
+    mesh = mesh_of(SIZES, AXES, kind)
+    placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+    arguments = placed, jax.device_put(dout, NamedSharding(mesh, case.query))
+    program = jax.jit(both, static_argnums=2).lower(*arguments, case.options).compile()
+    out, gradients = program(*arguments)
+    for x, y in zip(jax.tree.leaves((out, gradients)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+    costs = case.costs | ({"all-reduce"} if "sinks" in arrays else set())
+    assert collectives(program).keys() == costs
+    assert out.sharding.is_equivalent_to(arguments[1].sharding, 4)
+    for name in "qkv":
+        assert gradients[name].sharding.is_equivalent_to(placed[name].sharding, 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_automatic_axes(name: str) -> None:
+    check(CASES[name], AxisType.Auto)
+
+
+@pytest.mark.parametrize("name", ["shared operands", "some query heads of a key head"])
+def test_explicit_axes(name: str) -> None:
+    check(CASES[name], AxisType.Explicit)
+
+
+def test_gspmd(gspmd: None) -> None:
+    check(CASES["shared operands"], AxisType.Auto)
+
+
+def placed_rows(kind: Any) -> Any:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 2, 4)), jnp.float32)
+    return x, jax.device_put(x, NamedSharding(mesh_of((4,), ("x",), kind), P(None, "x")))
+
+
+def test_sharded_sequences_are_gathered_by_automatic_axes() -> None:
+    x, placed = placed_rows(AxisType.Auto)
+    function = jax.jit(lambda x: flash_attention(x, x, x, is_causal=True))
+    assert "all-gather" in collectives(function.lower(placed).compile())
+    np.testing.assert_allclose(function(placed), function(x), rtol=1e-5, atol=1e-6)
+
+
+def test_sharded_sequences_are_refused_by_explicit_axes() -> None:
+    _, placed = placed_rows(AxisType.Explicit)
+    with pytest.raises(ValueError, match=r"the query axis of f(loat)?32\[2,8@x,2,4\] is split over 'x', not None"):
+        flash_attention(placed, placed, placed)
+
+
+def test_vmap_over_a_sharded_axis() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 2, 4)), jnp.float32)
+    placed = jax.device_put(x, NamedSharding(mesh_of((4,), ("x",)), P("x")))
+    function = jax.jit(jax.vmap(lambda x: flash_attention(x, x, x, is_causal=True)))
+    assert collectives(function.lower(placed).compile()) == {}
+    np.testing.assert_allclose(function(placed), function(x), rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_lower_on_explicit_axes() -> None:
+    """Each device runs the kernel on its own part, positions of its own batch elements and heads included."""
+    mesh = jax.sharding.AbstractMesh(SIZES, AXES, (AxisType.Explicit,) * 2)
+    shape = jax.ShapeDtypeStruct((4, 128, 8, 64), jnp.bfloat16, sharding=NamedSharding(mesh, SPLIT))
+
+    def loss(x: Any) -> Any:
+        options: Any = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0), "implementation": "sm90"}
+        return flash_attention(x, x, x, is_causal=True, **options).astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(loss)).trace(shape).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 2
+    assert "tensor<2x128x2x64xbf16>" in text
+
+
+def equations(jaxpr: Any, name: str) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from equations(inner, name)
+
+
+def test_kernels_lower_in_the_partitioning_rule() -> None:
+    """What the partitioner would compile for each GPU, of a forward and a backward pass."""
+    from jax._src import core, sharding_impls
+    from jax._src.interpreters import mlir
+
+    mesh, names = mesh_of(SIZES, AXES), ("x", None, "y")
+    loss = lambda x: flash_attention(x, x, x, is_causal=True, implementation="sm90").astype(jnp.float32).sum()  # noqa: E731
+    whole = jax.make_jaxpr(jax.grad(loss))(jax.ShapeDtypeStruct((4, 128, 8, 64), jnp.bfloat16))
+    passes = list(equations(whole.jaxpr, "custom_partitioning"))
+    assert len(passes) == 2
+    for equation in passes:
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*names if len(x.shape) == 4 else ())))
+            for x in (variable.aval for variable in equation.invars)
+        ]
+        in_tree = equation.params["in_tree"]
+        _, function, _, shardings = equation.params["partition"](mesh, in_tree.unflatten(shapes), None)
+        local = [
+            jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
+            for x, sharding in zip(shapes, in_tree.flatten_up_to(shardings), strict=True)
+        ]
+        axes = list(mesh.shape.items())
+        jaxpr = jax.make_jaxpr(function, axis_env=axes)(*in_tree.unflatten(local))
+        context = sharding_impls.SPMDAxisContext(mesh, frozenset(AXES))
+        with core.extend_axis_env_nd(axes):
+            options: Any = {"platforms": ("cuda",), "backend": None, "axis_context": context}
+            text = str(mlir.build_mlir_module_helper(jaxpr, name="shard", **options))
+        assert "mosaic_gpu" in text
+        assert "tensor<2x128x2x64xbf16>" in text

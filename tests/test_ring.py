@@ -1,0 +1,253 @@
+"""Ring and Ulysses attention on CPU devices: equal to one device, in forward and gradients, with the collectives that
+they should have."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_flash import flash_attention, masks
+from pallas_flash.distributed import from_zigzag, local_positions, plan, ring_attention, to_zigzag, ulysses_attention
+from pallas_flash.distributed.order import Order
+from pallas_flash.spec import AttentionSpec, Shapes
+from tests.conftest import KEY_SEED, Call, Outputs, cotangents_of, dropout_keep, inputs, judge, keywords
+from tests.sharding import collectives, mesh_of
+
+ROWS = P(None, "x")
+FLOATS = ("q", "k", "v", "sinks", "scale")
+
+
+class Spread:
+    """A call on several devices."""
+
+    def __init__(self, attend: Any, devices: int, order: str = "contiguous", check_vma: bool = True):
+        self.mesh, self.devices, self.check_vma = mesh_of((devices,), ("x",)), devices, check_vma
+        self.attend = functools.partial(attend, axis_name="x")
+        self.in_order = self.back = lambda x: x
+        if attend is ring_attention:
+            self.attend = functools.partial(self.attend, order=order)
+        if order == "zigzag":
+            self.in_order, self.back = (functools.partial(f, devices=devices) for f in (to_zigzag, from_zigzag))
+
+    def run(self, call: Call, dout: Any, dlse: Any) -> tuple[Outputs, dict[str, int]]:
+        """Forward and backward; and the program's collectives, with how often an array is sent to a neighbour, where a
+        loop's body counts once."""
+        floats = {name: jnp.asarray(call[name]) for name in FLOATS if call.get(name) is not None}
+        floats |= {name: self.in_order(floats[name]) for name in "qkv"}
+        ids = call.get("segment_ids")
+        others = {} if ids is None else {"segment_ids": jax.tree.map(self.in_order, ids)}
+        static = keywords({name: x for name, x in call.items() if name not in (*floats, *others)})
+        if call.get("rate"):
+            static["dropout_key"] = jax.random.key(KEY_SEED)
+        specs = {name: ROWS if name in "qkv" else P() for name in floats}
+
+        def local(floats: Any, others: Any) -> Any:
+            arrays = floats | others
+            tensors = [arrays.pop(name) for name in "qkv"]
+            return self.attend(*tensors, **static, **arrays, return_residual=True)
+
+        in_specs = (specs, dict.fromkeys(others, ROWS))
+        whole = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=ROWS, check_vma=self.check_vma)
+
+        def both(floats: Any, others: Any, cotangents: Any) -> Any:
+            results, pullback = jax.vjp(lambda floats: whole(floats, others), floats)
+            return results, pullback(cotangents)[0]
+
+        arguments = floats, others, tuple(map(self.in_order, (dout, dlse)))
+        lowered = jax.jit(both).lower(*arguments)
+        program = lowered.compile()
+        (out, lse), gradients = program(*arguments)
+        gradients |= {name: self.back(gradients[name]) for name in "qkv"}
+        sends = lowered.as_text().count("stablehlo.collective_permute")
+        return Outputs(self.back(out), self.back(lse), None, gradients), collectives(program) | {"sends": sends}
+
+    def check(self, call: Call) -> dict[str, int]:
+        dout, dlse = cotangents_of(call)
+        outputs, found = self.run(call, jnp.asarray(dout), jnp.asarray(dlse))
+        judge(outputs, call, dout, dlse)
+        return found
+
+
+rng = np.random.default_rng(5)
+IDS = np.sort(rng.integers(0, 3, (2, 32)), axis=1)
+SINKS = rng.normal(size=4).astype(np.float32)
+DROPOUT = {"rate": 0.4, "keep": dropout_keep((2, 4, 32, 32), 0.4)}
+EVERYTHING = {
+    "sinks": SINKS, "scale": np.float32(0.4), "soft_cap": 3.0, "segment_ids": IDS, "is_causal": True, **DROPOUT,
+    "q_lengths": np.array([30, 11]), "kv_lengths": np.array([27, 9]),
+}  # fmt: skip
+ALIBI = (lambda s, b, h, i, j: s + 0.1 * (h + b) * (j - i), lambda s, b, h, i, j: np.ones_like(s))
+PLACES = {
+    "score_mod": ALIBI, "predicate": lambda b, h, i, j: (i + j + h) % 3 != 0, "chunk": 12, "prefix": np.array([5, 30]),
+    "query_offset": np.array([3, -2]),
+}  # fmt: skip
+RINGS: dict[str, tuple[Any, Call]] = {
+    "zigzag, everything": ((4, "zigzag"), EVERYTHING),
+    "bfloat16": ((2,), {"is_causal": True, "sinks": SINKS, "dtype": jnp.bfloat16}),
+    "causal, 8 devices, unchecked": ((8, "contiguous", False), {"is_causal": True}),
+    "window both ways": ((4,), {"window": (5, 3)}),
+    "by position": ((2,), PLACES),
+    "more keys than queries": ((2,), {"is_causal": True, "query_offset": 32, "kv_len": 64}),
+}
+
+
+# Forward k and v, backward again, and dk and dv home. Over more than one hop: k and v once before the loop and once in
+# it, dk and dv once in it and once behind it. In zigzag order dk and dv are two arrays each, and segment ids go along.
+SENDS = {
+    "zigzag, everything": 2 * (3 + 3) + 4 * 3,
+    "bfloat16": 2 + 2 + 2,
+    "causal, 8 devices, unchecked": 2 * (2 + 2) + 2 * 3,
+    "window both ways": 2 * (2 + 2 + 2),
+    "by position": 2 + 2 + 2,
+    "more keys than queries": 2 + 2 + 2,
+}
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_ring_equals_one_device(name: str) -> None:
+    spread, call = RINGS[name]
+    call = dict(call)
+    shape = {"q_len": 32, "kv_len": call.pop("kv_len", 32), "dtype": call.pop("dtype", np.float32)}
+    call = inputs(heads=(4, 2), dims=(8, 6), **shape) | call
+    found = Spread(ring_attention, *spread).check(call)
+    assert found.pop("sends") == SENDS[name]
+    assert found.keys() <= {"collective-permute", "all-reduce"}, found
+    assert ("all-reduce" in found) == ("sinks" in call), found
+
+
+ULYSSES: dict[str, tuple[int, tuple[int, int], Call]] = {
+    "grouped heads, everything": (2, (4, 2), EVERYTHING),
+    "fewer key heads than devices": (4, (4, 2), {"is_causal": True}),
+    "by position": (4, (4, 1), {key: x for key, x in PLACES.items() if key != "prefix"} | DROPOUT),
+}
+
+
+@pytest.mark.parametrize("name", ULYSSES)
+def test_ulysses_equals_one_device(name: str) -> None:
+    devices, heads, call = ULYSSES[name]
+    call = inputs(q_len=32, kv_len=32, heads=heads, dims=(8, 6)) | call
+    if name == "by position":
+        call["keep"] = dropout_keep((2, 4, 32, 32), 0.4, call["query_offset"])
+    found = Spread(ulysses_attention, devices).check(call)
+    assert found["all-to-all"] >= 4
+    assert "collective-permute" not in found
+    assert ("all-gather" in found) == ("segment_ids" in call), found
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_of_what_a_score_mod_captures(check_vma: bool) -> None:
+    """Where shard_map checks, they are summed over the devices inside the backward pass: none may skip it."""
+    call = inputs(q_len=16, kv_len=16, heads=(2, 1), dims=(4, 4))
+    q, k, v = (jnp.asarray(call[name]) for name in "qkv")
+    dout = jnp.asarray(cotangents_of(call)[0][..., :4])
+    slopes, table = jnp.array([0.1, -0.3]), jnp.asarray(rng.normal(size=16), jnp.float32)
+
+    def loss(attend: Any, q: Any, k: Any, v: Any, captured: Any, dout: Any) -> Any:
+        slopes, table = captured
+        return (
+            attend(q, k, v, is_causal=True, score_mod=lambda s, b, h, i, j: s + slopes[h] * (i - j) + table[j]) * dout
+        )
+
+    spread = Spread(ring_attention, 2)
+    specs = (ROWS, ROWS, ROWS, P(), ROWS)
+    ring = jax.shard_map(
+        functools.partial(loss, spread.attend), mesh=spread.mesh, in_specs=specs, out_specs=ROWS, check_vma=check_vma
+    )
+    one = functools.partial(loss, functools.partial(flash_attention, implementation="xla"))
+    gradient = lambda f: jax.jit(jax.grad(lambda *x: f(*x).sum(), argnums=(0, 1, 2, 3)))  # noqa: E731
+    *tensors, captured = gradient(ring)(*map(spread.in_order, (q, k, v)), (slopes, table), spread.in_order(dout))
+    got = (*map(spread.back, tensors), captured)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(gradient(one)(q, k, v, (slopes, table), dout)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+# The plan --------------------------------------------------------------------------------------------------------
+
+
+def plan_of(order: str, devices: int, *mask: masks.Part) -> plan.Plan:
+    return plan.make(AttentionSpec(1.0, mask=mask), Order(order, devices), Shapes(1, 16, 16, 2, 2, 8, 8))
+
+
+def test_zigzag_balances_a_causal_mask() -> None:
+    """Pairs of chunks that each device computes in each step: a constant, half of all."""
+    order = Order("zigzag", 8)
+    chunks = plan.chunks_of(AttentionSpec(1.0, mask=(masks.Band(None, 0),)), order, Shapes(1, 16, 16, 2, 2, 8, 8))
+    for shift in range(1, 8):
+        counts = [chunks.needed[np.ix_(order.chunks_of(d), order.chunks_of((d - shift) % 8))].sum() for d in range(8)]
+        assert counts == [2] * 8
+
+
+def test_a_window_stops_the_ring() -> None:
+    causal, narrow, both = masks.Band(None, 0), masks.Band(16, 0), masks.Band(20, 20)
+    assert [plan_of("contiguous", 8, mask).forward[0] for mask in (causal, narrow, both)] == [7, 1, 2]
+    assert [plan_of("contiguous", 8, mask).backward[0] for mask in (causal, narrow, both)] == [0, 0, 2]
+    assert plan_of("contiguous", 8, masks.Band(0, 0)).forward == (0, ())
+
+
+def test_causal_zigzag_masks_nothing_but_the_own_chunks() -> None:
+    made = plan_of("zigzag", 4, masks.Band(None, 0))
+    assert [(pair.q, pair.kv) for pair in made.own if pair.masked] == [(0, 0), (1, 1)]
+    assert not any(pair.masked for pair in made.forward[1])
+    assert [(pair.q, pair.kv) for pair in made.forward[1] if pair.always] == [(1, 0)]
+
+
+def test_order_of_tokens() -> None:
+    x = jnp.arange(48).reshape(2, 24)
+    np.testing.assert_array_equal(from_zigzag(to_zigzag(x, 3), 3), x)
+    mesh = mesh_of((3,), ("x",))
+    positions = jax.shard_map(lambda: local_positions(8, "x", "zigzag"), mesh=mesh, in_specs=(), out_specs=P("x"))()
+    np.testing.assert_array_equal(positions, to_zigzag(jnp.arange(24), 3, axis=0))
+    with pytest.raises(ValueError, match=r"2 \* 5 devices long, not 24"):
+        to_zigzag(x, 5)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "bias": (ring_attention, {"bias": jnp.zeros((1, 1))}, NotImplementedError, "ring_attention takes no bias"),
+    "mask": (ulysses_attention, {"mask": jnp.ones((1, 1), bool)}, NotImplementedError, "takes no mask as an array"),
+    "unknown": (ring_attention, {"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
+    "order": (ring_attention, {"order": "spiral"}, ValueError, "order must be one of contiguous, zigzag, not 'spiral'"),
+    "axis": (ring_attention, {"axis_name": "y"}, ValueError, "axis_name must be an axis of the mesh"),
+    "reference": (ring_attention, {"implementation": "reference"}, NotImplementedError, "no backward pass of its own"),
+    "heads": (
+        ulysses_attention,
+        {},
+        ValueError,
+        "N=3 query heads and K=3 key heads cannot be divided over the 2",
+    ),
+    "odd rows": (
+        ring_attention,
+        {"order": "zigzag"},
+        ValueError,
+        "even number of rows a device in zigzag order",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    attend, arguments, error, message = REFUSED[name]
+    x = jnp.ones((1, 10, 3, 4))
+    function = functools.partial(attend, **{"axis_name": "x", **arguments})
+    spread = jax.shard_map(lambda x: function(x, x, x), mesh=mesh_of((2,), ("x",)), in_specs=ROWS, out_specs=ROWS)
+    with pytest.raises(error, match=message.replace("*", r"\*")):
+        jax.eval_shape(spread, x)
+
+
+@pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])
+def test_kernels_lower(attend: Any) -> None:
+    """In the steps of a ring too, some of them under a condition, some in a loop."""
+    mesh = jax.sharding.AbstractMesh((4,), ("x",), (AxisType.Auto,))
+    shape = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, ROWS))
+    function = functools.partial(attend, axis_name="x", is_causal=True, implementation="sm90")
+    whole = jax.shard_map(lambda x: function(x, x, x), mesh=mesh, in_specs=ROWS, out_specs=ROWS)
+    gradient = jax.jit(jax.grad(lambda x: whole(x).astype(jnp.float32).sum()))
+    text = gradient.trace(shape).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert ("stablehlo.case" in text) == (attend is ring_attention)
