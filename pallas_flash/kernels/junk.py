@@ -10,6 +10,7 @@ do take part with such a row, and give those NaN.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -104,23 +105,22 @@ def forget(junk: Junk, wg: Any, elements: Elements) -> None:
     elements.commit()
 
 
-def note_readers(tile: TileScores, junk: Junk, slot: Any, wg: Any) -> None:
-    """Where junk was found in values[slot], note which queries of the tile take part with it."""
-    _, keys = tile.index.shape
+def note_readers(tile_of: Callable[[], TileScores], junk: Junk, slot: Any, wg: Any) -> None:
+    """Where junk was found in values[slot], note which queries of their tile take part with it."""
 
     def note_columns(part: jax.Array) -> None:
-        first = part * COLUMNS
+        tile, first = tile_of(), part * COLUMNS
         # The flag is 1, which the compiler does not know: else it keeps the mask's bits from the step, just in case.
-        index = tile.index.columns(first, COLUMNS, zero=junk.found[slot] - 1)
-        part_of_tile = tile._replace(index=index)
-        logits = part_of_tile.biased(plgpu.layout_cast(jnp.zeros(index.shape, jnp.float32), plgpu.Layout.WGMMA))
-        logits = part_of_tile.masked(logits, None) if tile.spec.mask else logits
+        tile = tile._replace(index=tile.index.columns(first, COLUMNS, zero=junk.found[slot] - 1))
+        shape = tile.index.shape
+        logits = tile.biased(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA))
+        logits = tile.masked(logits, None) if tile.spec.mask else logits
         bad = plgpu.layout_cast(junk.rows[slot, pl.ds(first, COLUMNS)], plgpu.Layout.WGMMA.reduce(0))
-        read = jnp.where(logits > -jnp.inf, lax.broadcast_in_dim(bad, index.shape, (1,)), 0.0)
+        read = jnp.where(logits > -jnp.inf, lax.broadcast_in_dim(bad, shape, (1,)), 0.0)
         junk.readers[wg] = of_readers(junk, wg) + read.sum(axis=1)
         tile.elements.commit()
 
-    pl.when(junk.found[slot] != 0)(lambda: pl.loop(0, keys // COLUMNS)(note_columns))
+    pl.when(junk.found[slot] != 0)(lambda: pl.loop(0, junk.rows.shape[1] // COLUMNS)(note_columns))
 
 
 def of_readers(junk: Junk, wg: Any) -> jax.Array:

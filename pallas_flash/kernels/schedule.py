@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_flash import tile_ranges
 from pallas_flash.kernels.tile_mask import TileIndex
@@ -150,6 +151,11 @@ def load_item(work: Any, cta: jax.Array, index: jax.Array) -> WorkItem:
 def key_block(item: WorkItem, step: jax.Array) -> jax.Array:
     """The key block of a step. They are rotated so that the masked ones behind the unmasked ones come first, then the
     masked ones before them, then the unmasked ones: the first steps are masked, the last ones are not."""
+    return item.kv_start + lax.rem(step + item.full_end - item.kv_start, item.kv_end - item.kv_start)
+
+
+def selected_key_block(item: WorkItem, step: jax.Array) -> jax.Array:
+    """The same without a division, where the threads that multiply ask for it in every step."""
     block = item.full_end + step
     return block - jnp.where(block >= item.kv_end, item.kv_end - item.kv_start, 0)
 
@@ -159,14 +165,14 @@ def first_unmasked(item: WorkItem) -> jax.Array:
     return jnp.maximum(item.kv_end - item.kv_start - (item.full_end - item.full_start), 1)
 
 
-def tile_index(config: Any, work: Any, step: jax.Array, *, masked: bool) -> TileIndex:
-    """Of the tile of a step, with queries as rows. work: an item as one warpgroup sees it."""
+def tile_index(config: Any, work: Any, ki: jax.Array, *, masked: bool) -> TileIndex:
+    """Of the tile of a key block, with queries as rows. work: an item as one warpgroup sees it."""
     return TileIndex(
         shape=(config.block_q, config.block_kv),
         batch=work.item.batch,
         head=work.item.head,
         q_base=work.q_base,
-        kv_base=key_block(work.item, step) * config.block_kv,
+        kv_base=ki * config.block_kv,
         q_offset=work.q_offset,
         columns_inside=not masked,
     )

@@ -131,7 +131,7 @@ def _copy(worker: Worker, step: jax.Array) -> None:
     def _() -> None:
         block_kv = plan.config.block_kv
         kv_head = lax.div(item.head, jnp.int32(plan.shapes.q_heads_per_kv_head))
-        rows = CopiedRows(item.batch, schedule.key_block(item, step) * block_kv, kv_head, block_kv)
+        rows = CopiedRows(item.batch, schedule.selected_key_block(item, step) * block_kv, kv_head, block_kv)
         for source, buffer in ((inputs.k, buffers.k), (inputs.v, buffers.v)):
             plan.instructions.load(source, rows, buffer.at[_slot(plan, step)])
 
@@ -151,7 +151,7 @@ def _add(worker: Worker, step: jax.Array, dq: jax.Array, *, masked: bool) -> jax
     """dQ with the part of one block of keys: the gradient by q * scale."""
     plan, inputs, buffers, work, rows = worker
     instructions, slot = plan.instructions, _slot(plan, step)
-    index = schedule.tile_index(plan.config, work, step, masked=masked)
+    index = schedule.tile_index(plan.config, work, schedule.selected_key_block(work.item, step), masked=masked)
     tile = TileScores(plan.spec, work.scores, index, instructions)
     scores = instructions.product(buffers.q, buffers.k.at[slot], transposed=True)
     spread = lambda row: None if row is None else softmax.rows_like(row, scores)  # noqa: E731

@@ -111,7 +111,7 @@ def _copy(worker: Worker, source: Ref, buffer: Ref, step: jax.Array) -> None:
     def _() -> None:
         block_kv = plan.config.block_kv
         kv_head = lax.div(item.head, jnp.int32(plan.shapes.q_heads_per_kv_head))
-        rows = Rows(item.batch, schedule.key_block(item, step) * block_kv, kv_head, block_kv)
+        rows = Rows(item.batch, schedule.selected_key_block(item, step) * block_kv, kv_head, block_kv)
         plan.instructions.load(source, rows, buffer.at[_slot(plan, step)])
 
     plan.instructions.commit_copies()
@@ -161,7 +161,8 @@ def _step(worker: Worker, q: jax.Array | None, step: jax.Array, state: State, *,
     scores = instructions.product(buffers.q if q is None else q, buffers.k.at[slot], transposed=True)
     _land(plan)
     _copy_keys(worker, step + config.num_stages)
-    tile = TileScores(plan.spec, work.scores, schedule.tile_index(config, work, step, masked=masked), instructions)
+    index = schedule.tile_index(config, work, schedule.selected_key_block(work.item, step), masked=masked)
+    tile = TileScores(plan.spec, work.scores, index, instructions)
     if not plan.raw_scores:
         scores = tile.logits(scores)
     if masked:
@@ -181,7 +182,7 @@ def _step(worker: Worker, q: jax.Array | None, step: jax.Array, state: State, *,
         )
     out = instructions.product(weights, buffers.v.at[slot], out)
     if plan.hides_values(masked=masked):
-        junk.note_readers(tile, buffers.junk, slot, 0)
+        junk.note_readers(lambda: tile, buffers.junk, slot, 0)
     return State(out, m, new_shift, sums)
 
 

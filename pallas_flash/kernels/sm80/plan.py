@@ -115,5 +115,10 @@ def buffers(plan: Plan) -> Buffers:
         k=matrix((stages, block_kv, shapes.head_dim)),
         v=matrix((stages, block_kv, shapes.value_head_dim)),
         out=matrix((block_q, shapes.value_head_dim)) if config.out_has_own_buffer(head_dims) else None,
-        junk=junk.scratch(stages, block_kv, 1, block_q) if plan.hides_values(masked=True) else None,
+        junk=_junk(config) if plan.hides_values(masked=True) else None,
     )
+
+
+def _junk(config: ForwardConfig) -> junk.Junk:
+    """Nothing is suspected here: the tiles that hide something are looked through at once."""
+    return junk.scratch(config.num_stages, config.block_kv, 1, config.block_q)._replace(suspects=None)

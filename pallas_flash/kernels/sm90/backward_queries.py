@@ -240,7 +240,8 @@ def _step(worker: Worker, step: jax.Array, ds_before: jax.Array | None, *, maske
     if ds_before is not None:
         tensor_cores.start(acc, ds_before, buffers.k.at[k_before])
     scores = tensor_cores.landed(s, pending=pending + 1)
-    tile = TileScores(plan.spec, work.scores, schedule.tile_index(plan.config, work, step, masked=masked), tensor_cores)
+    index = schedule.tile_index(plan.config, work, schedule.key_block(work.item, step), masked=masked)
+    tile = TileScores(plan.spec, work.scores, index, tensor_cores)
     p, derivative = _weights(worker, tile, scores, masked=masked)
     dp = tensor_cores.landed(dp, pending=pending)
     plgpu.barrier_arrive(barriers.v.consumed.at[v_slot])

@@ -229,7 +229,7 @@ def _clean(worker: Worker, values: Ref, step: jax.Array) -> None:
     columns = memory.tile_columns(values.shape, values.dtype, contract_rows=True)
     junk.clean(values, columns, known, 0, plan.tensor_cores)
 
-    junk.note_readers(plan.tile(work, step), known, 0, jnp.int32(0))
+    junk.note_readers(lambda: plan.tile(work, step), known, 0, jnp.int32(0))
 
 
 def _store(worker: Worker, outputs: Outputs, out: jax.Array, stats: softmax.RowTotals) -> None:

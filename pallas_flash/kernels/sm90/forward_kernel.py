@@ -185,7 +185,7 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
     tensor_cores, units = plan.tensor_cores, plan.units
     last = plan.slot(work.count + step - 1)
     scores = _products(worker, step, state)
-    tile = TileScores(plan.spec, work.scores, schedule.tile_index(plan.config, work, step, masked=masked), tensor_cores)
+    tile = _tile_scores(worker, step, masked=masked)
     if not plan.raw_scores:
         scores = tile.logits(scores)
     if masked:
@@ -210,6 +210,12 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
     return State(stats, lax.optimization_barrier(tile.kept(p).astype(plan.dtype)))
 
 
+def _tile_scores(worker: Worker, step: jax.Array, *, masked: bool) -> TileScores:
+    plan, work = worker.plan, worker.work
+    index = schedule.tile_index(plan.config, work, schedule.key_block(work.item, step), masked=masked)
+    return TileScores(plan.spec, work.scores, index, plan.tensor_cores)
+
+
 def _note_readers_of_junk(worker: Worker, step: jax.Array, slot: jax.Array) -> None:
     """Queries that take part with a key of this step whose values are not finite, before its slot is free again."""
     plan, buffers, _, work, _ = worker
@@ -217,8 +223,7 @@ def _note_readers_of_junk(worker: Worker, step: jax.Array, slot: jax.Array) -> N
         return
 
     def note() -> None:
-        index = schedule.tile_index(plan.config, work, step, masked=True)
-        junk.note_readers(TileScores(plan.spec, work.scores, index, plan.tensor_cores), buffers.junk, slot, work.wg)
+        junk.note_readers(lambda: _tile_scores(worker, step, masked=True), buffers.junk, slot, work.wg)
 
     if plan.hides_values_anywhere:
         note()
