@@ -128,12 +128,4 @@ CASES: dict[str, str] = {
 }
 
 # What no test here settles, and why.
-NOT_HERE: dict[str, str] = {
-    "E14": "pages come with paged_flash_decode",
-    "F07": "splits come with flash_decode",
-    "H03": "splits come with flash_decode",
-    "H06": "splits come with flash_decode",
-    "H07": "splits come with flash_decode",
-    "H08": "pages come with paged_flash_decode",
-    "H09": "pages come with paged_flash_decode",
-}
+NOT_HERE: dict[str, str] = {}
