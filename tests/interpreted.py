@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pallas_flash import dispatch, xla
+from pallas_flash import dispatch, partitioning, xla
 from pallas_flash.kernels import sm90
 from pallas_flash.kernels.sm90 import backward_pass
 from pallas_flash.spec import AttentionSpec, Cotangents, Forward, Gradients, Operands, Residuals
@@ -63,4 +63,6 @@ def by_name() -> Iterator[None]:
     entry = dispatch.Entry(this, "the bodies of sm90, interpreted", automatic=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "TABLE", (*dispatch.TABLE, entry))
+        # The interpreter's callbacks keep their order, which no program that a partitioner is asked about can have.
+        patch.setattr(partitioning, "run", lambda pass_, *arrays: pass_(*arrays))
         yield

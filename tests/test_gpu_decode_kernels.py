@@ -13,7 +13,7 @@ from pallas_flash import xla_decode
 from pallas_flash.decode_spec import DecodeOperands, DecodeSpec
 from pallas_flash.kernels.sm90 import decode
 from pallas_flash.kernels.sm90.decode_config import DecodeConfig
-from tests.test_gpu import on_hopper as on_hopper
+from tests.test_gpu_decode import on_hopper as on_hopper
 from tests.test_interpret_decode import ALIBI, FP8, operands_of, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_hopper")]

@@ -34,9 +34,8 @@ def spec_and_operands(bias_shape: tuple[int, ...]) -> tuple[AttentionSpec, Opera
     arguments = {"score": np.float32, **elementwise.PLACE}
     score_mod, captured = elementwise.trace("score_mod", modified, arguments, np.float32)
     predicate = masks.predicate(some)
-    spec = AttentionSpec(
-        0.5, (masks.Band(50, 30), masks.Segments(), masks.Dense(), *predicate.parts), 3, 4.0, score_mod, 0.4
-    )
+    mask = (masks.Band(50, 30), masks.Segments(), masks.Dense(), *predicate.parts)
+    spec = AttentionSpec(0.5, mask, q_offset=3, soft_cap=4.0, score_mod=score_mod, dropout_rate=0.4)
     bias = rng.normal(size=bias_shape)
     bias.reshape(-1)[3::7] = -np.inf
     operands = Operands(
