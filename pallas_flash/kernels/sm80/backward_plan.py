@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_flash.kernels import tile_scores
+from pallas_flash.kernels import static_facts, tile_scores
 from pallas_flash.kernels.backward_rows import Rows
 from pallas_flash.kernels.sm80.config import KeysConfig, QueriesConfig
 from pallas_flash.kernels.sm80.instructions import Instructions
@@ -72,24 +72,10 @@ class Plan:
     instructions: Instructions
     any_logits: bool  # a bias or a score_mod may make them as large as float32 goes
 
-    @property
-    def some_masked(self) -> bool:
-        return bool(self.spec.mask) or self.kv_len_if_cut is not None
-
-    @property
-    def kv_len_if_cut(self) -> int | None:
-        """The number of keys, if the last block is not full."""
-        return self.shapes.kv_len if self.shapes.kv_len % self.config.block_kv else None
-
-    @property
-    def scaled_only(self) -> bool:
-        """Whether nothing but a factor stands between q.k and the logits."""
-        return not self.any_logits and self.spec.soft_cap is None
-
-    @property
-    def derivative(self) -> bool:
-        """Whether the logits have another derivative by scale * q.k than 1."""
-        return self.spec.soft_cap is not None or self.spec.score_mod is not None
+    some_masked = property(static_facts.some_masked)
+    kv_len_if_cut = property(static_facts.kv_len_if_cut)
+    scaled_only = property(static_facts.scaled_only)
+    derivative = property(static_facts.derivative)
 
 
 def with_next(plan: Plan, copy: Callable[[jax.Array], None], step: jax.Array, body: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_flash.kernels import junk, memory, softmax
+from pallas_flash.kernels import junk, memory, softmax, static_facts
 from pallas_flash.kernels.schedule import WorkItem
 from pallas_flash.kernels.sm80.config import ForwardConfig
 from pallas_flash.kernels.sm80.instructions import Instructions
@@ -82,14 +82,8 @@ class Plan:
         """Whether logits may be as large as float32 goes."""
         return self.has_bias or self.spec.score_mod is not None
 
-    @property
-    def kv_len_if_cut(self) -> int | None:
-        """The number of keys, if the last block is not full."""
-        return self.shapes.kv_len if self.shapes.kv_len % self.config.block_kv else None
-
-    @property
-    def some_masked(self) -> bool:
-        return bool(self.spec.mask) or self.kv_len_if_cut is not None
+    some_masked = property(static_facts.some_masked)
+    kv_len_if_cut = property(static_facts.kv_len_if_cut)
 
     def hides_values(self, *, masked: bool) -> bool:
         """Whether a block, masked or not, may have rows of v that some queries must not read: a bias may be -inf

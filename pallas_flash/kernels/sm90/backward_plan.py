@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import matmul, memory
+from pallas_flash.kernels import matmul, memory, static_facts
 from pallas_flash.kernels.backward_rows import Rows
 from pallas_flash.kernels.backward_schedule import WorkItem
 from pallas_flash.kernels.sm90.backward_config import BLOCK, COMPUTE_WGS, BackwardConfig
@@ -136,24 +136,10 @@ class Plan:
     any_logits: bool  # a bias or a score_mod may make them as large as float32 goes
     sums_dq: bool = True
 
-    @property
-    def some_masked(self) -> bool:
-        return bool(self.spec.mask) or self.kv_len_if_cut is not None
-
-    @property
-    def kv_len_if_cut(self) -> int | None:
-        """The number of keys, if the last tile is not full."""
-        return self.shapes.kv_len if self.shapes.kv_len % self.config.block_kv else None
-
-    @property
-    def scaled_only(self) -> bool:
-        """Whether nothing but a factor stands between q.k and the logits."""
-        return not self.any_logits and self.spec.soft_cap is None
-
-    @property
-    def derivative(self) -> bool:
-        """Whether the logits have another derivative by scale * q.k than 1."""
-        return self.spec.soft_cap is not None or self.spec.score_mod is not None
+    some_masked = property(static_facts.some_masked)
+    kv_len_if_cut = property(static_facts.kv_len_if_cut)
+    scaled_only = property(static_facts.scaled_only)
+    derivative = property(static_facts.derivative)
 
     @property
     def slopes(self) -> bool:

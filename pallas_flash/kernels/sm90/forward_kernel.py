@@ -189,7 +189,7 @@ def _step(worker: Worker, step: jax.Array, state: State | None, *, masked: bool)
     if not plan.raw_scores:
         scores = tile.logits(scores)
     if masked:
-        scores = tile.masked(scores, plan.shapes.kv_len if plan.shapes.kv_len % plan.config.block_kv else None)
+        scores = tile.masked(scores, plan.kv_len_if_cut)
 
     m = softmax.maxima(scores, units)
     if state is None:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import barriers as bar
-from pallas_flash.kernels import junk, matmul, memory, softmax
+from pallas_flash.kernels import junk, matmul, memory, softmax, static_facts
 from pallas_flash.kernels.schedule import WorkItem
 from pallas_flash.kernels.sm90.config import ForwardConfig
 from pallas_flash.kernels.tile_scores import ScoreArrays, ScoreOperands
@@ -102,9 +102,8 @@ class Plan:
         """Whether logits may be as large as float32 goes."""
         return self.has_bias or self.spec.score_mod is not None
 
-    @property
-    def some_masked(self) -> bool:
-        return bool(self.spec.mask) or self.shapes.kv_len % self.config.block_kv != 0
+    some_masked = property(static_facts.some_masked)
+    kv_len_if_cut = property(static_facts.kv_len_if_cut)
 
     @property
     def hides_values(self) -> bool:
