@@ -113,7 +113,8 @@ def test_without_expected_results_nothing_is_timed(tmp_path, monkeypatch):
 def test_pytorch_measures_itself(tmp_path, monkeypatch):
     """What its process answers becomes rows like the others, judged by the same budgets."""
 
-    def answer(workload: Workload, kinds: list[str], calls: int) -> Any:
+    def answer(workload: Workload, name: str, kinds: list[str], calls: int) -> Any:
+        assert name == "torch-flash"
         gradients = {"dq": 1.0 if workload is WINDOW else 0.0, "dk": 0.0, "dv": 0.0}
         memory = {"temp_bytes": 7, "peak_bytes": 9}
         forward = {"errors": {"out": 0.0}, "ms": [1.0] * calls, **memory}
@@ -121,7 +122,7 @@ def test_pytorch_measures_itself(tmp_path, monkeypatch):
         return {kind: {"forward": forward, "forward+backward": both}[kind] for kind in kinds}
 
     monkeypatch.setattr(runner.torch_sdpa, "answer", answer)
-    first, second = measure(tmp_path, ours("torch-sdpa"), PACKED, WINDOW, passes=["backward"])["rows"]
+    first, second = measure(tmp_path, ours("torch-flash"), PACKED, WINDOW, passes=["backward"])["rows"]
     assert first["ms"]["median"] == 2.0 and first["clock"] == "cuda events" and first["peak_bytes"] == 9
     assert first["method"].startswith("difference") and "process of its own" in first["clock_note"]
     assert second["status"] == "wrong" and "dq" in second["reason"]

@@ -130,6 +130,13 @@ def _paper_grid() -> Iterator[Workload]:
         yield Workload(name, TOKENS // length, length, HIDDEN // dim, HIDDEN // dim, dim, is_causal=causal)
 
 
+def _in_float16() -> Iterator[Workload]:
+    """A part of the grid."""
+    for workload in _paper_grid():
+        if workload.seq_len in (2048, 8192) and workload.head_dim < 256:
+            yield dataclasses.replace(workload, name=f"fp16-{workload.name.removeprefix('fa3-')}", dtype="float16")
+
+
 def _models() -> Iterator[Workload]:
     causal: dict[str, Any] = {"is_causal": True}
     yield Workload("gpt2-full-1024", 64, 1024, 16, 16, 64)
@@ -152,7 +159,7 @@ def _quick() -> Iterator[Workload]:
 
 
 QUICK = tuple(_quick())
-WORKLOADS = (*_paper_grid(), *_models())
+WORKLOADS = (*_paper_grid(), *_in_float16(), *_models())
 
 
 def select[W: Any](patterns: list[str], workloads: tuple[W, ...]) -> list[W]:

@@ -47,7 +47,7 @@ def all_peers() -> tuple[Peer, ...]:
         Peer("fa3", _dew_flash_attn),
         Peer("tokamax", _tokamax),
         Peer("pallas-triton", _pallas_triton),
-        Peer(torch_sdpa.NAME, None, backward_alone=False),
+        *(Peer(name, None, backward_alone=False) for name in torch_sdpa.BACKENDS),
     )
 
 

@@ -112,8 +112,10 @@ def _run_workload(current: Run, workload: Workload, timer: Timer) -> None:
         del want
         timed = [(each.program, each.samples) for each in measured if each.program is not None]
         timing.interleave(timed, timer, settings.rounds, sustained=settings.sustained)
-        in_torch = [each for each in measured if each.peer.attend is None]
-        _measure_torch(in_torch, workload, settings.rounds * settings.iterations)
+        for peer in settings.peers:
+            if peer.attend is None:
+                in_torch = [each for each in measured if each.peer == peer]
+                _measure_torch(in_torch, workload, settings.rounds * settings.iterations)
     finally:  # an interruption keeps the rounds that are done
         _add_rows(current, workload, measured)
 
@@ -170,11 +172,9 @@ def _run_and_judge(each: Measured, workload: Workload, want: check.Results) -> N
 
 
 def _measure_torch(measured: list[Measured], workload: Workload, calls: int) -> None:
-    """All its passes, in its own process."""
-    if not measured:
-        return
+    """All passes of one backend, in a process of its own."""
     try:
-        answers = torch_sdpa.answer(workload, [each.kind for each in measured], calls)
+        answers = torch_sdpa.answer(workload, measured[0].peer.name, [each.kind for each in measured], calls)
     except Exception as error:  # as above
         for each in measured:
             each.failure = programs.reason(error)

@@ -6,6 +6,7 @@ The child reads a request from its standard input and writes an answer, both JSO
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -15,14 +16,15 @@ from typing import Any
 
 from pallas_flash.benchmarks.cases import Workload
 
-NAME = "torch-sdpa"
+# What it is asked for: the backend that PyTorch chooses, or one by name.
+BACKENDS = {"torch-sdpa": None, "torch-flash": "FLASH_ATTENTION", "torch-cudnn": "CUDNN_ATTENTION"}
 NOTE = "CUDA events, in a process of its own, after the others"
 TIMEOUT = 120  # seconds for all passes of a workload
 BLOCK_Q = 1024
 
 
-def answer(workload: Workload, kinds: list[str], calls: int) -> dict[str, Any]:
-    """For each of `kinds` (forward, forward+backward) its errors, milliseconds of each call and temporary bytes.
+def answer(workload: Workload, name: str, kinds: list[str], calls: int) -> dict[str, Any]:
+    """By the backend of `name`: for each of `kinds` (forward, forward+backward) its errors, milliseconds of each call and temporary bytes.
     NotImplementedError or RuntimeError with the reason why there are none."""
     if importlib.util.find_spec("torch") is None:
         raise NotImplementedError("torch is not installed")
@@ -30,6 +32,7 @@ def answer(workload: Workload, kinds: list[str], calls: int) -> dict[str, Any]:
     if w.window is not None or w.soft_cap is not None or w.documents:
         raise NotImplementedError("takes windows and documents as an array of T x S only, and no soft cap")
     request = {"workload": dataclasses.asdict(w) | {"dim_v": w.dim_v}, "kinds": kinds, "calls": calls}
+    request["backend"] = BACKENDS[name]
     command = [sys.executable, "-m", "pallas_flash.benchmarks.torch_sdpa"]
     try:
         done = subprocess.run(
@@ -43,7 +46,8 @@ def answer(workload: Workload, kinds: list[str], calls: int) -> dict[str, Any]:
 def _main() -> None:
     request = json.load(sys.stdin)
     child = _Child(request["workload"])
-    json.dump({kind: child.measure(kind, request["calls"]) for kind in request["kinds"]}, sys.stdout)
+    with child.choose(request["backend"]):
+        json.dump({kind: child.measure(kind, request["calls"]) for kind in request["kinds"]}, sys.stdout)
 
 
 class _Child:
@@ -60,6 +64,12 @@ class _Child:
         shapes = [(w["batch"], w["seq_len"], heads, dim) for heads, dim in sizes]
         made = [self.torch.randn(shape, device="cuda", dtype=dtype).transpose(1, 2) for shape in shapes]
         self.qkv, self.dout = [x.requires_grad_() for x in made[:3]], made[3]
+
+    def choose(self, backend: str | None) -> contextlib.AbstractContextManager[Any]:
+        attention: Any = importlib.import_module("torch.nn.attention")
+        if backend is None:
+            return contextlib.nullcontext()
+        return attention.sdpa_kernel(getattr(attention.SDPBackend, backend))
 
     def measure(self, kind: str, calls: int) -> dict[str, Any]:
         cuda = self.torch.cuda
