@@ -2,7 +2,7 @@
 
     python -m tests.sanitize                     all four tools; needs a GPU and the CUDA toolkit
     python -m tests.sanitize --tools racecheck   one of them
-    python -m tests.sanitize --run               the calls alone, as the sanitizer runs them
+    python -m tests.sanitize --jobs 8            several runs side by side: most of each is compilation
 
 Exit codes: 0 no tool found anything, 1 one did, 2 there is no compute-sanitizer.
 """
@@ -10,10 +10,14 @@ Exit codes: 0 no tool found anything, 1 one did, 2 there is no compute-sanitizer
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
-def calls() -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
+def attention_calls() -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
     """Sizes (B, T, S, N, K, H, Hv) and options: each kernel, with tiles cut off, and every addition to the scores."""
     import jax
     import jax.numpy as jnp
@@ -42,27 +46,57 @@ def calls() -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
     }
 
 
-def run_calls(implementation: str) -> None:
+def attend(name: str, implementation: str) -> Any:
     import jax.numpy as jnp
-    import numpy as np
 
     from tests.test_gpu import inputs, run
 
-    for name, (sizes, options) in calls().items():
-        tensors, dout, dlse = inputs(sizes, jnp.bfloat16)
-        results = run(implementation, tensors, dout, dlse, **options)
-        assert all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in results), name
-        print(f"{name}: ran", flush=True)
+    sizes, options = attention_calls()[name]
+    tensors, dout, dlse = inputs(sizes, jnp.bfloat16)
+    return run(implementation, tensors, dout, dlse, **options)
 
 
-def sanitize(tool: str, implementation: str) -> bool:
+def decode(name: str, implementation: str) -> Any:
+    """Several splits of ragged lengths, one that is 0; the cache contiguous, or in pages of 8 bits."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_flash import flash_decode, paged_flash_decode, quantise
+
+    q, k, v = (jax.random.normal(jax.random.key(i), (3, *shape), jnp.bfloat16) for i, shape in enumerate(
+        ((2, 8, 64), (1024, 2, 64), (1024, 2, 64))))  # fmt: skip
+    lengths = jnp.array([1000, 0, 77])
+    if "pages" not in name:
+        return flash_decode(q, k, v, lengths, implementation=implementation)
+    (k, k_scale), (v, v_scale) = (quantise(x.reshape(48, 64, 2, 64), jnp.int8) for x in (k, v))
+    table = jnp.arange(48).reshape(3, 16)[:, ::-1]
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    return paged_flash_decode(q, k, v, table, lengths, **scales, implementation=implementation)
+
+
+def calls(implementation: str) -> dict[str, Callable[[str, str], Any]]:
+    decoding = ("decoding", "decoding, pages of 8 bits") if implementation == "sm90" else ()
+    return dict.fromkeys(attention_calls(), attend) | dict.fromkeys(decoding, decode)
+
+
+def run_call(name: str, implementation: str) -> None:
+    import jax
+    import numpy as np
+
+    results = jax.tree.leaves(calls(implementation)[name](name, implementation))
+    assert all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in results), name
+
+
+def sanitize(tool: str, name: str, implementation: str) -> bool:
     """Whether the tool found nothing. XLA's own allocator and command buffers stay out of its way."""
-    flags = "--xla_gpu_enable_command_buffer="
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": flags}
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
-    command += [sys.executable, "-m", "tests.sanitize", "--run", "--implementation", implementation]
+    command += [sys.executable, "-m", "tests.sanitize", "--run", name, "--implementation", implementation]
+    start = time.perf_counter()
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    print(f"{tool}: {'nothing found' if result.returncode == 0 else result.stdout + result.stderr}", flush=True)
+    verdict = "nothing found" if result.returncode == 0 else result.stdout + result.stderr
+    print(f"{implementation}, {tool}, {name}: {verdict} ({time.perf_counter() - start:.0f} s)", flush=True)
     return result.returncode == 0
 
 
@@ -72,16 +106,20 @@ def main() -> int:
     )
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--implementation", default="sm90")
-    parser.add_argument("--run", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side, on one GPU")
+    parser.add_argument("--run", metavar="CALL", help="one call, without a tool")
     options = parser.parse_args()
     if options.run:
-        run_calls(options.implementation)
+        run_call(options.run, options.implementation)
         return 0
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    found = [tool for tool in options.tools if not sanitize(tool, options.implementation)]
-    return 1 if found else 0
+    pairs = itertools.product(options.tools, calls(options.implementation))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        clean = list(pool.map(lambda pair: sanitize(*pair, options.implementation), pairs))
+    print(f"{sum(clean)} of {len(clean)} runs found nothing")
+    return 0 if all(clean) else 1
 
 
 if __name__ == "__main__":

@@ -64,8 +64,9 @@ def inputs(sizes: tuple[int, ...], dtype: Any) -> tuple[list[jax.Array], jax.Arr
     return tensors, dout, jnp.asarray(rng.normal(size=shapes[0][:3]), jnp.float32)
 
 
-def run(implementation: str, tensors: Any, dout: Any, dlse: Any, **options: Any) -> Any:
-    """out, lse and the gradients for random cotangents; the lse of rows without keys takes no part."""
+def program(implementation: str, **options: Any) -> Any:
+    """Of (tensors, dout, dlse): out, lse and the gradients; the lse of rows without keys takes no part. Compiled once:
+    most of what these tests take is compilation."""
 
     def attend(*tensors: Any) -> Any:
         out, lse = flash_attention(*tensors, return_residual=True, implementation=implementation, **options)
@@ -75,7 +76,11 @@ def run(implementation: str, tensors: Any, dout: Any, dlse: Any, **options: Any)
         results, pull = jax.vjp(attend, *tensors)
         return *results, *pull((dout.astype(results[0].dtype), dlse))
 
-    return jax.jit(both)(tensors, dout, dlse)
+    return jax.jit(both)
+
+
+def run(implementation: str, tensors: Any, dout: Any, dlse: Any, **options: Any) -> Any:
+    return program(implementation, **options)(tensors, dout, dlse)
 
 
 def relative_errors(got: Any, want: Any) -> list[float]:
@@ -105,13 +110,14 @@ def test_the_kernels_equal_standard_attention(kernels: str, name: str, dtype: An
     tensors, dout, dlse = inputs(sizes, dtype)
     exact = [x.astype(jnp.float32) for x in (*tensors, dout)]
     want = run("reference", exact[:3], exact[3], dlse, **options, precision="highest")
-    got = run(kernels, tensors, dout, dlse, **options)
+    ours = program(kernels, **options)
+    got = ours(tensors, dout, dlse)
     plain = run("reference", tensors, dout, dlse, **options)
     floor = 2.0**-11 if dtype == jnp.float16 else 2.0**-8
     factors = (1.5, 1.5, 3.0, 3.0, 3.0)
     for factor, mine, theirs in zip(factors, relative_errors(got, want), relative_errors(plain, want), strict=True):
         assert mine <= factor * theirs + 0.25 * floor, (relative_errors(got, want), relative_errors(plain, want))
-    again = run(kernels, tensors, dout, dlse, **options)
+    again = ours(tensors, dout, dlse)
     assert np.array_equal(np.float32(got[0]), np.float32(again[0])) and np.array_equal(got[1], again[1])
     shifted = [np.roll(np.float32(x), 1, axis=1) for x in got[:1]]
     assert relative_errors(shifted, want[:1])[0] > 100 * floor  # the companion
@@ -122,7 +128,8 @@ def test_deterministic_gradients(kernels: str, name: str) -> None:
     """As right as the others, and the same bits on repeats."""
     sizes, options = CALLS[name]
     tensors, dout, dlse = inputs(sizes, jnp.bfloat16)
-    got, *others = (run(kernels, tensors, dout, dlse, **options, deterministic=True) for _ in range(4))
+    ours = program(kernels, **options, deterministic=True)
+    got, *others = (ours(tensors, dout, dlse) for _ in range(4))
     exact = [x.astype(jnp.float32) for x in (*tensors, dout)]
     want = run("reference", exact[:3], exact[3], dlse, **options, precision="highest")
     assert max(relative_errors(got, want)) < 1.5e-2

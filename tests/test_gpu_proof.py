@@ -15,7 +15,7 @@ import pytest
 
 from pallas_flash import flash_attention
 from tests.cases.common import case
-from tests.test_gpu import inputs, run
+from tests.test_gpu import inputs, program
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kernel", ["sm90"])]
 
@@ -56,11 +56,11 @@ def test_results_do_not_depend_on_what_memory_held(kernel: str, name: str, deter
     """Ten runs, each on poisoned memory: finite, and the same bits; without deterministic=True all but dq."""
     sizes, options = CALLS[name]
     tensors, dout, dlse = inputs(sizes, jnp.bfloat16)
+    ours = program(kernel, **options, deterministic=deterministic)
     runs = []
     for _ in range(10):
         poison_memory()
-        runs.append([np.asarray(x).astype(np.float32) for x in run(kernel, tensors, dout, dlse, **options,
-                     deterministic=deterministic)])  # fmt: skip
+        runs.append([np.asarray(x).astype(np.float32) for x in ours(tensors, dout, dlse)])
     for number, (first, *others) in enumerate(zip(*runs, strict=True)):
         assert np.isfinite(first).all(), number
         for other in others:
@@ -75,14 +75,13 @@ def test_results_do_not_depend_on_what_memory_held(kernel: str, name: str, deter
 def test_grids_beyond_65535(kernel: str, batch: int, heads: int, size: int) -> None:
     """Forward and backward equal two half batches (or halves of the heads), bit for bit."""
     tensors, dout, dlse = inputs((batch, size, 16, heads, heads, 16, 16), jnp.bfloat16)
-    whole = run(kernel, tensors, dout, dlse, deterministic=True)
+    ours = program(kernel, deterministic=True)
+    whole = ours(tensors, dout, dlse)
     axis = 0 if batch > 1 else 2
     half = (batch if batch > 1 else heads) // 2
     for part in (slice(0, half), slice(half, None)):
         take = lambda x, part=part: x[part] if axis == 0 else x[:, :, part]  # noqa: E731
-        for got, want in zip(
-            run(kernel, *jax.tree.map(take, (tensors, dout, dlse)), deterministic=True), whole, strict=True
-        ):
+        for got, want in zip(ours(*jax.tree.map(take, (tensors, dout, dlse))), whole, strict=True):
             assert bool(jnp.array_equal(got, take(want)))
 
 
