@@ -24,7 +24,8 @@ BLOCK_Q = 1024
 
 
 def answer(workload: Workload, name: str, kinds: list[str], calls: int) -> dict[str, Any]:
-    """By the backend of `name`: for each of `kinds` (forward, forward+backward) its errors, milliseconds of each call and temporary bytes.
+    """By the backend of `name`, for each of `kinds` (forward, forward+backward): its errors, milliseconds of each call
+    and temporary bytes.
     NotImplementedError or RuntimeError with the reason why there are none."""
     if importlib.util.find_spec("torch") is None:
         raise NotImplementedError("torch is not installed")

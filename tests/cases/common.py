@@ -65,6 +65,16 @@ def close(got: Any, want: Any, implementation: str, *, factor: float = 1.0) -> N
     np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=tolerance, atol=tolerance)
 
 
+def same_gradients(got: Outputs, want: Outputs, implementation: str) -> None:
+    """The same bits; but the kernels add up the gradient of a bias that heads share in any order."""
+    assert got.gradients.keys() == want.gradients.keys()
+    for name, gradient in want.gradients.items():
+        if name == "bias" and not on_cpu(implementation):
+            np.testing.assert_allclose(got.gradients[name], gradient, rtol=1e-5, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(got.gradients[name], gradient, err_msg=name)
+
+
 def counting(implementation: str, q_len: int, kv_len: int, batch: int = 1, heads: tuple[int, int] = (1, 1)) -> Call:
     """Equal scores and values one-hot by key: the result is 1 / count on each key that a query reads."""
     dtype = dtype_of(implementation)

@@ -136,6 +136,7 @@ def _kernel(plan: Plan, inputs: Inputs, targets: Sums, buffers: Buffers) -> None
         dk=None if dk is None else dk * worker.work.scores.scale,
         dv=dv if dv is None or factor == 1 else dv * factor,
     )
+    instructions.wait_for_copies(0)  # keys that no query reads have not been waited for
     instructions.commit()  # keys and values have been read
     staged = [x for x in zip(targets, (buffers.k, buffers.v), scaled, strict=True) if x[0] is not None]
     for _, buffer, value in staged:

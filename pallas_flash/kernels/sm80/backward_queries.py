@@ -102,7 +102,9 @@ def _kernel(plan: Plan, inputs: Inputs, target: Ref, buffers: Buffers) -> None:
     rows = jax.tree.map(lambda x: instructions.take(x.at[item.batch, item.head], (span,)), inputs.rows)
     worker = Worker(plan, inputs, buffers, backward_plan.work_of(plan, inputs, item, q_base), rows)
     dq = _walk(worker)
+    instructions.wait_for_copies(0)  # queries that read no key have not been waited for
     if inputs.dscale is not None:  # the sum of ds * s over all pairs, with s = q.k
+        instructions.commit()
         instructions.add(inputs.dscale.at[item.batch, item.head], (q_base,), row_products(buffers.q, dq))
     instructions.commit()  # the queries have been read
     buffers.q[...] = (dq * worker.work.scores.scale).astype(plan.dtype)

@@ -192,6 +192,7 @@ def _store(worker: Worker, out: jax.Array, stats: softmax.FinalStatistics) -> No
     normalizer = stats.normalizer
     if buffers.junk is not None:
         normalizer += junk.of_readers(buffers.junk, 0)
+    instructions.wait_for_copies(0)  # queries that read no key have not been waited for
     instructions.commit()  # queries, keys and values have been read
     staged = _out_buffer(plan, buffers)
     staged[...] = (out * softmax.rows_like(normalizer, out)).astype(plan.dtype)
