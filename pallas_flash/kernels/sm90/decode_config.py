@@ -35,12 +35,15 @@ class DecodeConfig:
     min_keys_per_split: int = 256  # in a small batch into smaller ones, so that there is one for every CTA at once
     early_combine: bool = False  # launch the merging kernel while the splits run; it waits for them on the GPU
     by_warps: bool = True  # caches in 8 bits, up to 16 rows: each warp works on keys of its own
+    most_ctas: int = (
+        MOST_CTAS  # of an SM, as far as registers allow; more than run at once would leave some for the end
+    )
     num_sms: int = SMS
 
     def __post_init__(self) -> None:
         if self.block_kv not in (64, 128):
             raise ValueError(f"{self.block_kv=} must be 64 or 128")
-        for name in ("k_stages", "v_stages", "num_sms"):
+        for name in ("k_stages", "v_stages", "most_ctas", "num_sms"):
             if getattr(self, name) < 1:
                 raise ValueError(f"self.{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.rescale_threshold <= 10:
@@ -83,7 +86,7 @@ class DecodeConfig:
 
     def ctas_per_sm(self, shared_bytes: int) -> int:
         assert shared_bytes <= MAX_SHARED_BYTES
-        return min(SM_SHARED_BYTES // (shared_bytes + CTA_OVERHEAD_BYTES), MOST_CTAS)
+        return min(SM_SHARED_BYTES // (shared_bytes + CTA_OVERHEAD_BYTES), self.most_ctas)
 
 
 def padded_head_dims(shapes: Shapes, cache_dtype: Any) -> tuple[int, int]:

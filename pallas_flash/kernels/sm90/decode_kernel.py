@@ -5,6 +5,8 @@ single warpgroup: it starts copies of key and value blocks far ahead (TMA), and 
 the online softmax does. Two CTAs an SM hide each other's waits. The walk over a sequence is cut into splits, each with
 a CTA of its own; `decode_combine` merges what they found.
 
+Caches in 8 bits with up to 16 queries of a key head go through decode_warps.py.
+
 Queries stay rows here, as in the forward kernel. Most of the 64 are padding, yet with 64 rows and head dim 128 a key
 costs the tensor cores 4 cycles and the exponentials 4, of the 26 that its 512 bytes take to arrive at an SM.
 """
