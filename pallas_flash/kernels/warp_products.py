@@ -2,7 +2,7 @@
 
 A tile of scores has 64 rows: row 16 w + r is that of query r for warp w, and its columns are keys of that warp, which
 has 16 of every 64 rows of a block. All other mathematics of a tile then works as it is, each warp being a split of its
-own, until `gathered` puts the four together.
+own, until decode_warps.py puts the four together.
 
 Keys and values in 8 bits come from shared memory through ldmatrix, which moves pairs of bytes as if they were elements,
 and are converted in registers: nothing is written back. What a pair of bytes lies beside decides about the order of the
@@ -38,19 +38,24 @@ WARP = 32  # threads
 class Products(Protocol):
     def queries(self, q: Ref) -> jax.Array:
         """The first 16 rows of [64, head_dim], for each warp, as `scores` takes them."""
+        ...
 
     def scores(self, queries: jax.Array, keys: Ref) -> jax.Array:
         """queries @ keys.T, [64, keys / 4] in float32. keys: a block [keys, head_dim] in 8 bits."""
+        ...
 
     def add(self, acc: jax.Array, weights: jax.Array, values: Ref, seen: jax.Array | None) -> jax.Array:
         """acc + weights @ values, [64, head_dim]. seen: 1 where a query takes part with a key, else 0: a value that is
         not finite then reaches the queries that take part with it and no other."""
+        ...
 
     def in_order(self, acc: jax.Array) -> jax.Array:
         """The columns of an accumulator as values have them."""
+        ...
 
     def columns(self, lines: jax.Array, count: int) -> jax.Array:
         """From one number for each thread's key (see `key_of_thread`) to a tile with so many columns."""
+        ...
 
 
 def key_of_thread(thread: jax.Array, block: int) -> jax.Array:
