@@ -128,6 +128,9 @@ CASES = {
     "int8, scales by token": (
         DecodeSpec(0.125), operands_of((2, 2, 200, 4, 2, 64, 64), [200, 70], cache=jnp.int8, scales="tokens"), 2,
     ),
+    "int8, more rows than a warp has": (
+        DecodeSpec(0.125), operands_of((1, 5, 200, 8, 2, 64, 64), [200], cache=jnp.int8, scales="tokens"), 1,
+    ),
     "int8, a scale for each sequence, float16": (
         DecodeSpec(0.125), operands_of((2, 1, 128, 4, 2, 32, 64), [128, 70], jnp.float16, jnp.int8, "all"), 1,
     ),
@@ -155,7 +158,22 @@ def check_that_hidden_junk_stays_hidden() -> None:
     assert relative_error(want.out, shorter.out) > 10 * TOLERANCE  # no formality: one key less would be noticed
 
 
-MORE_CHECKS = (check_that_hidden_junk_stays_hidden,)
+def check_that_hidden_junk_stays_hidden_in_8_bits() -> None:
+    """Likewise in float8, where each warp looks at its own keys."""
+    spec = DecodeSpec(0.125, window=50)
+    clean = operands_of((1, 4, 256, 2, 1, 64, 64), [228], cache=FP8)
+    dirty = clean._replace(v=clean.v.at[:, 226, :, 3].set(jnp.nan).at[:, 20].set(jnp.nan))
+    config = DecodeConfig(block_kv=128)
+    want, got = (run(spec, operands, config, splits=1) for operands in (clean, dirty))
+    np.testing.assert_array_equal(got.lse, want.lse)
+    np.testing.assert_array_equal(got.out[:, :2], want.out[:, :2])  # positions 224 and 225
+    assert np.isnan(np.asarray(got.out[:, 2:, :, 3], np.float32)).all()
+
+
+MORE_CHECKS = (
+    check_that_hidden_junk_stays_hidden_in_8_bits,
+    check_that_hidden_junk_stays_hidden,
+)
 
 
 def main(names: list[str]) -> None:

@@ -46,8 +46,8 @@ def product(a: Any, b: Ref, acc: jax.Array | None = None, *, transposed: bool = 
         return_type=plgpu.ShapeDtypeStruct((sizes[0], sizes[2]), jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def emit(_: Any, a: Any, b: Any, acc: Any = None) -> Any:
-        left = _InRegisters(a) if isinstance(a, mgpu.FragmentedArray) else _Blocks.of(a, of_warps=True)
-        right = _Blocks.of(b, columns_first=transposed)
+        left = InRegisters(a) if isinstance(a, mgpu.FragmentedArray) else Blocks.of(a, of_warps=True)
+        right = Blocks.of(b, columns_first=transposed)
         return _multiply(kind, left, right, sizes, acc)
 
     return emit(*arguments)  # pyright: ignore[reportCallIssue]  (the decorator passes the context)
@@ -59,7 +59,7 @@ def _type_of(operand: Any) -> Any:
     return plgpu.RefType(memory.transforms(memory.tile_columns(operand.shape, operand.dtype), operand.dtype))
 
 
-def _multiply(kind: str, left: _InRegisters | _Blocks, right: _Blocks, sizes: tuple[int, int, int], acc: Any) -> Any:
+def _multiply(kind: str, left: InRegisters | Blocks, right: Blocks, sizes: tuple[int, int, int], acc: Any) -> Any:
     m, k, n = (size // unit for size, unit in zip(sizes, (ROWS, BLOCK, BLOCK), strict=True))
     if acc is None:
         acc = fa.FragmentedArray.splat(utils.c(0.0, ir.F32Type.get()), (sizes[0], sizes[2]), fa.WGMMA_LAYOUT)
@@ -75,7 +75,7 @@ def _multiply(kind: str, left: _InRegisters | _Blocks, right: _Blocks, sizes: tu
             for row, a in enumerate(fragments):
                 for half in range(2):
                     place = row, 2 * column + half
-                    sums[place] = _mma(kind, a, b[2 * half : 2 * half + 2], sums[place])
+                    sums[place] = multiply_add(kind, a, b[2 * half : 2 * half + 2], sums[place])
     pair = ir.VectorType.get((2,), ir.F32Type.get())
     tiles = np.empty((m, 2 * n, 2), object)
     for place in np.ndindex(tiles.shape):
@@ -85,7 +85,7 @@ def _multiply(kind: str, left: _InRegisters | _Blocks, right: _Blocks, sizes: tu
     return mgpu.FragmentedArray(_registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
 
 
-def _mma(kind: str, a: list[Any], b: list[Any], acc: list[Any]) -> list[Any]:
+def multiply_add(kind: str, a: list[Any], b: list[Any], acc: list[Any]) -> list[Any]:
     """acc + a @ b, 16 x 16 by 16 x 8 elements of one warp."""
     f32 = ir.F32Type.get()
     text = (
@@ -97,7 +97,7 @@ def _mma(kind: str, a: list[Any], b: list[Any], acc: list[Any]) -> list[Any]:
     return [llvm.extractvalue(f32, result, [i]) for i in range(4)]
 
 
-class _InRegisters(NamedTuple):
+class InRegisters(NamedTuple):
     """A 16-bit tile as left operand."""
 
     tile: mgpu.FragmentedArray
@@ -110,10 +110,11 @@ class _InRegisters(NamedTuple):
         return [utils.bitcast(tiles[row, 2 * column + i, half], i32) for i in range(2) for half in range(2)]
 
 
-class _Blocks(NamedTuple):
-    """A matrix in shared memory, to be read in blocks of 16 x 16: four times 8 x 8, of which every 8 threads of a warp
-    say where the rows are. The swizzle flips bits of a place within 8 rows by the row's number, so that a thread's
-    addresses differ by constants: some added, some flipped."""
+class Blocks(NamedTuple):
+    """A matrix in shared memory, to be read in blocks of 16 x 16 (in 8 bits: 16 x 32, a pair standing for one
+    element): four times 8 x 8, of which every 8 threads of a warp say where the rows are. The swizzle flips bits of a
+    place within 8 rows by the row's number, so that a thread's addresses differ by constants: some added, some
+    flipped."""
 
     address: Any  # i32, where this thread's row of block 0 starts
     tiles: int  # of 8 swizzled rows, side by side
@@ -122,10 +123,12 @@ class _Blocks(NamedTuple):
     columns_first: bool  # of the four parts of a block, those of the same rows come one after the other
 
     @classmethod
-    def of(cls, matrix: Any, *, of_warps: bool = False, columns_first: bool = False) -> _Blocks:
+    def of(cls, matrix: Any, *, of_warps: bool = False, columns_first: bool = False) -> Blocks:
         i32 = ir.IntegerType.get_signless(32)
         constant = lambda value: utils.c(value, i32)  # noqa: E731
-        _, tiles, _, columns = ir.MemRefType(matrix.type).shape
+        kind = ir.MemRefType(matrix.type)
+        _, tiles, _, columns = kind.shape
+        columns = columns * utils.bytewidth(kind.element_type) // BYTES
         bit = lambda value, n: arith.andi(arith.shrui(value, constant(n)), constant(1))  # noqa: E731
         thread = utils.thread_idx()
         row, part = arith.andi(thread, constant(HALF - 1)), (bit(thread, 3), bit(thread, 4))

@@ -13,6 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.elements import Span
 
+WARP_ROWS = 16  # queries of a tile that each warp has for itself
+
 
 @dataclasses.dataclass(frozen=True)
 class TileIndex:
@@ -115,6 +117,26 @@ class GroupedIndex:
 
     def _spread(self, values: jax.Array, axis: int) -> jax.Array:
         return values if values.ndim == 0 else lax.broadcast_in_dim(values, self.shape, (axis,))
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpIndex(GroupedIndex):
+    """Likewise, but for a tile as in `warp_products`: 16 queries, and for each warp keys of its own."""
+
+    @property
+    def kv_pos(self) -> jax.Array:
+        rows = lambda value: jnp.full((self.shape[0],), value, jnp.int32)  # noqa: E731
+        columns = lambda value: jnp.full((self.shape[1],), value, jnp.int32)  # noqa: E731
+        own = line(self.shape[0], 0)
+        key = line(self.shape[1], 1)
+        part = lax.div(key, columns(WARP_ROWS))
+        key += part * columns(self.shape[0] - WARP_ROWS)
+        first = lax.div(own, rows(WARP_ROWS)) * rows(WARP_ROWS)
+        return self._spread(first, 0) + self._spread(key + self.kv_base, 1)
+
+    @property
+    def _rows(self) -> jax.Array:
+        return lax.rem(line(self.shape[0], 0), jnp.full((self.shape[0],), WARP_ROWS, jnp.int32)) + self.row_base
 
 
 def line(size: int, axis: int) -> jax.Array:

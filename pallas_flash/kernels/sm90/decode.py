@@ -92,4 +92,5 @@ def decode_config(operands: DecodeOperands) -> DecodeConfig | None:
 
 def _shared_bytes(operands: DecodeOperands, config: DecodeConfig) -> int:
     stored = operands.k.dtype
-    return config.shared_bytes(padded_head_dims(operands.shapes, stored), operands.q.dtype, stored)
+    rows = operands.shapes.q_len * operands.shapes.q_heads_per_kv_head
+    return config.shared_bytes(padded_head_dims(operands.shapes, stored), operands.q.dtype, stored, rows)

@@ -13,6 +13,8 @@ from pallas_flash.kernels.sm90.config import BARRIER_BYTES, BUFFER_ALIGNMENT, MA
 from pallas_flash.spec import Shapes
 
 ROWS = 64  # of a tile of queries: what wgmma multiplies
+WARP_ROWS = 16  # of them if each warp works on keys of its own
+MERGED_COLUMNS = 8  # of the four warps' results, at a time
 THREADS = 128  # of a CTA: one warpgroup
 SM_SHARED_BYTES = 233_472  # of all CTAs of an SM
 CTA_OVERHEAD_BYTES = 1024  # that the hardware takes for each
@@ -32,12 +34,16 @@ class DecodeConfig:
     keys_per_split: int = 4096  # a cache is cut into shares of about so many keys, so that ragged lengths balance
     min_keys_per_split: int = 256  # in a small batch into smaller ones, so that there is one for every CTA at once
     early_combine: bool = False  # launch the merging kernel while the splits run; it waits for them on the GPU
+    by_warps: bool = True  # caches in 8 bits, up to 16 rows: each warp works on keys of its own
+    most_ctas: int = (
+        MOST_CTAS  # of an SM, as far as registers allow; more than run at once would leave some for the end
+    )
     num_sms: int = SMS
 
     def __post_init__(self) -> None:
         if self.block_kv not in (64, 128):
             raise ValueError(f"{self.block_kv=} must be 64 or 128")
-        for name in ("k_stages", "v_stages", "num_sms"):
+        for name in ("k_stages", "v_stages", "most_ctas", "num_sms"):
             if getattr(self, name) < 1:
                 raise ValueError(f"self.{name}={getattr(self, name)} must be at least 1")
         if not 0 <= self.rescale_threshold <= 10:
@@ -58,20 +64,29 @@ class DecodeConfig:
         filling = min(ctas_per_sm * self.num_sms // tiles, most)
         return max(filling, keys // max(self.keys_per_split, KEYS_PER_ROW * rows), 1)
 
-    def shared_bytes(self, head_dims: tuple[int, int], dtype: Any, cache_dtype: Any) -> int:
-        """What a CTA needs. A block of a cache in 8 bits is converted to 16."""
+    def works_by_warps(self, rows: int, dtype: Any, cache_dtype: Any) -> bool:
+        """rows: queries of a key head."""
+        return self.by_warps and dtype != cache_dtype and rows <= WARP_ROWS
+
+    def shared_bytes(self, head_dims: tuple[int, int], dtype: Any, cache_dtype: Any, rows: int = ROWS) -> int:
+        """What a CTA needs. A block of a cache in 8 bits is converted to 16, there or in registers."""
         head_dim, value_head_dim = head_dims
         k, v = (self.block_kv * dim * np.dtype(cache_dtype).itemsize for dim in head_dims)
-        buffers = [ROWS * head_dim * np.dtype(dtype).itemsize, self.k_stages * k, self.v_stages * v]
-        if dtype != cache_dtype:
+        by_warps = self.works_by_warps(rows, dtype, cache_dtype)
+        q_rows = WARP_ROWS if by_warps else ROWS
+        buffers = [q_rows * head_dim * np.dtype(dtype).itemsize, self.k_stages * k, self.v_stages * v]
+        if by_warps:
+            buffers += [2 * ROWS * MERGED_COLUMNS * 4, 2 * ROWS * 4]
+        elif dtype != cache_dtype:
             buffers += [self.block_kv * dim * np.dtype(dtype).itemsize for dim in (head_dim, value_head_dim)]
             buffers += [2 * THREADS * 4]  # scales
-        buffers += [BUFFER_ALIGNMENT] * 3  # what is known of junk
+        if not by_warps:
+            buffers += [BUFFER_ALIGNMENT] * 3  # what is known of junk
         return sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers) + BARRIER_BYTES
 
     def ctas_per_sm(self, shared_bytes: int) -> int:
         assert shared_bytes <= MAX_SHARED_BYTES
-        return min(SM_SHARED_BYTES // (shared_bytes + CTA_OVERHEAD_BYTES), MOST_CTAS)
+        return min(SM_SHARED_BYTES // (shared_bytes + CTA_OVERHEAD_BYTES), self.most_ctas)
 
 
 def padded_head_dims(shapes: Shapes, cache_dtype: Any) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels import tma
+from pallas_flash.kernels import tma, warp_products
 from pallas_flash.kernels.sm90.decode_config import ROWS, THREADS
 from pallas_flash.kernels.sm90.decode_plan import Ref, Worker
 
@@ -46,7 +46,7 @@ def streams(worker: Worker) -> tuple[Stream, Stream]:
 def start(worker: Worker) -> None:
     """Fill every buffer."""
     plan, inputs, buffers, barriers, work = worker
-    rows = tma.Rows(work.batch * plan.shapes.num_kv_heads + work.kv_head, work.qi * ROWS, 0, ROWS)
+    rows = tma.Rows(work.batch * plan.shapes.num_kv_heads + work.kv_head, work.qi * ROWS, 0, plan.q_rows)
     tma.load(inputs.q, rows, buffers.q, barriers.q, 0)
     of_kind = streams(worker)
     for step in range(max(stream.stages for stream in of_kind)):
@@ -99,7 +99,11 @@ def scale(worker: Worker, source: Ref | None, step: Any) -> jax.Array | None:
     layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
     full = lambda value: plgpu.layout_cast(jnp.full((THREADS,), value, jnp.int32), layout)  # noqa: E731
     gather = functools.partial(plan.tensor_cores.gather, layout=layout)
-    key = lax.rem(plgpu.layout_cast(lax.iota(jnp.int32, THREADS), layout), full(plan.config.block_kv))
+    key = plgpu.layout_cast(lax.iota(jnp.int32, THREADS), layout)
+    if plan.by_warps:
+        key = warp_products.key_of_thread(key, plan.config.block_kv)
+    else:
+        key = lax.rem(key, full(plan.config.block_kv))
     row = jnp.minimum(key + work.blocks.of_step(step) * plan.config.block_kv, jnp.maximum(work.length - 1, 0))
     if not of_page:
         return gather(source, (work.batch, row, work.kv_head))

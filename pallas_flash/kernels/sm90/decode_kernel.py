@@ -5,6 +5,8 @@ single warpgroup: it starts copies of key and value blocks far ahead (TMA), and 
 the online softmax does. Two CTAs an SM hide each other's waits. The walk over a sequence is cut into splits, each with
 a CTA of its own; `decode_combine` merges what they found.
 
+Caches in 8 bits with up to 16 queries of a key head go through decode_warps.py.
+
 Queries stay rows here, as in the forward kernel. Most of the 64 are padding, yet with 64 rows and head dim 128 a key
 costs the tensor cores 4 cycles and the exponentials 4, of the 26 that its 512 bytes take to arrive at an SM.
 """
@@ -12,7 +14,7 @@ costs the tensor cores 4 cycles and the exponentials 4, of the 26 that its 512 b
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +24,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.combine import Partial
 from pallas_flash.decode_spec import DecodeOperands, DecodeSpec
-from pallas_flash.kernels import junk, matmul, memory, softmax, tile_function, tma
-from pallas_flash.kernels.sm90 import decode_combine, decode_copies, decode_plan
+from pallas_flash.kernels import junk, matmul, memory, softmax, tile_function, tma, warp_products
+from pallas_flash.kernels.sm90 import decode_combine, decode_copies, decode_plan, decode_warps
 from pallas_flash.kernels.sm90.decode_config import ROWS, DecodeConfig, padded_head_dims
 from pallas_flash.kernels.sm90.decode_plan import Barriers, Buffers, Inputs, Outputs, Plan, Ref, Work, Worker
 from pallas_flash.kernels.tile_mask import line
 from pallas_flash.kernels.tile_scores import ScoreOperands
 from pallas_flash.spec import LN2
-
-
-class State(NamedTuple):
-    """Between two key blocks; O's accumulator stands apart."""
-
-    stats: softmax.RowStatistics
-    k_scale: jax.Array | None  # of the next block
-    v_scale: jax.Array | None
 
 
 def run(
@@ -86,6 +80,7 @@ def _plan(spec: DecodeSpec, operands: DecodeOperands, config: DecodeConfig, spli
         splits=splits,
         config=config,
         tensor_cores=matmul.Interpreted() if interpreted else matmul.Wgmma(),
+        warp_products=warp_products.Interpreted() if interpreted else warp_products.Compiled(),
     )
 
 
@@ -126,10 +121,14 @@ def _attend(worker: Worker, outputs: Outputs) -> None:
     decode_copies.start(worker)
     plgpu.barrier_wait(barriers.q.at[0])
 
+    if plan.by_warps:
+        _store(worker, outputs, *decode_warps.attend(worker))
+        return
+
     def walk(acc: Ref) -> tuple[jax.Array, softmax.RowStatistics]:
         step = functools.partial(_step, worker, acc)
         masked = work.blocks.masked_steps
-        state = lax.fori_loop(0, masked, functools.partial(step, masked=True), _first_state(worker))
+        state = lax.fori_loop(0, masked, functools.partial(step, masked=True), decode_warps.first_state(worker))
         state = lax.fori_loop(masked, work.blocks.steps, functools.partial(step, masked=False), state)
         return plan.tensor_cores.load(acc, pending=0), state.stats
 
@@ -138,19 +137,7 @@ def _attend(worker: Worker, outputs: Outputs) -> None:
     _store(worker, outputs, out, softmax.totals(stats))
 
 
-def _first_state(worker: Worker) -> State:
-    tile = lambda value: plgpu.layout_cast(  # noqa: E731
-        jnp.full((ROWS, softmax.COLUMNS), value, jnp.float32), plgpu.Layout.WGMMA
-    )
-    rows = plgpu.layout_cast(jnp.full((ROWS,), softmax.NO_MAXIMUM, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-    stats = softmax.RowStatistics(tile(softmax.NO_MAXIMUM), rows, tile(0.0))
-    scales = (
-        decode_copies.scale(worker, source, jnp.int32(0)) for source in (worker.inputs.k_scale, worker.inputs.v_scale)
-    )
-    return State(stats, *scales)
-
-
-def _step(worker: Worker, acc: Ref, step: jax.Array, state: State, *, masked: bool) -> State:
+def _step(worker: Worker, acc: Ref, step: jax.Array, state: decode_warps.State, *, masked: bool) -> decode_warps.State:
     """S = Q K^T, the softmax, O += P V on one block."""
     plan, inputs, buffers, _, work = worker
     tensor_cores, units = plan.tensor_cores, plan.units
@@ -192,7 +179,7 @@ def _step(worker: Worker, acc: Ref, step: jax.Array, state: State, *, masked: bo
     tensor_cores.start(acc, p16, v)
     tensor_cores.wait(0)
     decode_copies.copy(worker, values, step + values.stages, next_v)
-    return State(softmax.RowStatistics(m, shift, sums), k_scale, v_scale)
+    return decode_warps.State(softmax.RowStatistics(m, shift, sums), k_scale, v_scale)
 
 
 def _landed(worker: Worker, stream: decode_copies.Stream, converted: Ref | None, step: jax.Array) -> Ref:

@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash import masks
 from pallas_flash.decode_spec import DecodeOperands, DecodeSpec
-from pallas_flash.kernels import junk, matmul, memory, softmax
-from pallas_flash.kernels.sm90.decode_config import ROWS, THREADS, DecodeConfig, copy_rows
-from pallas_flash.kernels.tile_mask import GroupedIndex
+from pallas_flash.kernels import junk, matmul, memory, softmax, warp_products
+from pallas_flash.kernels.sm90.decode_config import MERGED_COLUMNS, ROWS, THREADS, WARP_ROWS, DecodeConfig, copy_rows
+from pallas_flash.kernels.tile_mask import GroupedIndex, WarpIndex
 from pallas_flash.kernels.tile_scores import ScoreOperands, TileScores
 from pallas_flash.spec import LOG2E, AttentionSpec, Shapes
 
@@ -53,6 +53,8 @@ class Buffers(NamedTuple):
     v: Ref  # [v_stages, block_kv, Hv]
     k_converted: Ref | None  # [1, block_kv, H] in q's dtype; None: the cache is in 16 bits
     v_converted: Ref | None  # likewise of v, in weights_dtype
+    merged: Ref | None  # [2 * ROWS, MERGED_COLUMNS]: results of the warps; None: the CTA works on the same keys
+    merged_rows: Ref | None  # [2 * ROWS], likewise
     scales: Ref | None  # [2, THREADS]: of a block of keys, and of one of values; None: the cache has none
     junk: junk.Junk | None  # of a block of values; None: values in 8-bit integers have none
     acc: Ref | None  # only for the interpreter
@@ -125,10 +127,20 @@ class Plan:
     splits: int
     config: DecodeConfig
     tensor_cores: matmul.TensorCores
+    warp_products: warp_products.Products
+
+    @property
+    def by_warps(self) -> bool:
+        return self.config.works_by_warps(self.rows, self.dtype, self.cache_dtype)
 
     @property
     def rows(self) -> int:
         return self.shapes.q_len * self.shapes.q_heads_per_kv_head
+
+    @property
+    def q_rows(self) -> int:
+        """Of the buffer."""
+        return WARP_ROWS if self.by_warps else ROWS
 
     @property
     def row_tiles(self) -> int:
@@ -154,7 +166,7 @@ class Plan:
 
     @property
     def has_junk(self) -> bool:
-        return self.cache_dtype != jnp.int8
+        return self.cache_dtype != jnp.int8 and not self.by_warps
 
     @property
     def raw_scores(self) -> bool:
@@ -199,15 +211,15 @@ class Plan:
         return Blocks(start, end, inside(walk.full_start), inside(walk.full_end))
 
     def tile(self, work: Work, step: Any) -> TileScores:
-        shapes = self.shapes
-        index = GroupedIndex(
-            shape=(ROWS, self.config.block_kv),
+        shapes, keys = self.shapes, self.config.block_kv
+        index = (WarpIndex if self.by_warps else GroupedIndex)(
+            shape=(ROWS, keys // warp_products.WARPS if self.by_warps else keys),
             batch=work.batch,
             first_head=work.kv_head * shapes.q_heads_per_kv_head,
             group=shapes.q_heads_per_kv_head,
             tokens=shapes.q_len,
             row_base=work.qi * ROWS,
-            kv_base=work.blocks.of_step(step) * self.config.block_kv,
+            kv_base=work.blocks.of_step(step) * keys,
             q_offset=work.q_offset,
         )
         return TileScores(self.spec, work.scores, index, self.tensor_cores)
@@ -224,20 +236,23 @@ def as_attention(spec: DecodeSpec) -> AttentionSpec:
 
 def buffers(plan: Plan) -> Buffers:
     shapes, config = plan.shapes, plan.config
+    converted = plan.converts and not plan.by_warps
     blocks = lambda count, dim: (count, config.block_kv, dim)  # noqa: E731
     here = functools.partial(memory.matrix, dtype=plan.dtype)
     cached = functools.partial(memory.matrix, dtype=plan.cache_dtype)
     k, v = blocks(config.k_stages, shapes.head_dim), blocks(config.v_stages, shapes.value_head_dim)
     converted_v = memory.matrix(blocks(1, shapes.value_head_dim), plan.weights_dtype, contract_rows=True)
     return Buffers(
-        q=here((1, ROWS, shapes.head_dim)),
+        q=here((1, plan.q_rows, shapes.head_dim)),
         k=cached(k),
         v=cached(v, contract_rows=not plan.converts),
-        k_converted=here(blocks(1, shapes.head_dim)) if plan.converts else None,
-        v_converted=converted_v if plan.converts else None,
-        scales=plgpu.SMEM((2, THREADS), jnp.float32) if plan.converts else None,
+        k_converted=here(blocks(1, shapes.head_dim)) if converted else None,
+        v_converted=converted_v if converted else None,
+        merged=plgpu.SMEM((2 * ROWS, MERGED_COLUMNS), jnp.float32) if plan.by_warps else None,
+        merged_rows=plgpu.SMEM((2 * ROWS,), jnp.float32) if plan.by_warps else None,
+        scales=plgpu.SMEM((2, THREADS), jnp.float32) if converted else None,
         junk=junk.scratch(1, config.block_kv, 1, ROWS) if plan.has_junk else None,
-        acc=plan.tensor_cores.scratch((ROWS, shapes.value_head_dim)),
+        acc=None if plan.by_warps else plan.tensor_cores.scratch((ROWS, shapes.value_head_dim)),
     )
 
 
