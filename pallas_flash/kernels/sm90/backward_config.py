@@ -28,6 +28,8 @@ class BackwardConfig:
     dout_stages: int = 2  # and for their output's cotangents
     head_group: int = 1  # heads whose tiles are worked on together, those with the most queries first
     num_ctas: int | None = None  # persistent CTAs; None: one for each work item
+    late_dq: bool = False  # dQ of a block is multiplied a step later, so that no warpgroup waits for the other's dS
+    take_turns: bool = False  # warpgroups alternate between the tensor cores and P, dS; with late_dq only
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -39,6 +41,10 @@ class BackwardConfig:
         for name, stages in (("num_stages", self.num_stages), ("dout_stages", self.dout_stages)):
             if stages not in (1, 2):
                 raise ValueError(f"{name}={stages} must be 1 or 2")
+        if self.late_dq and self.shares_keys:
+            raise ValueError(f"{self.late_dq=} must be False where block_kv is {BLOCK}")
+        if self.take_turns and not self.late_dq:
+            raise ValueError(f"{self.take_turns=} must be False without late_dq")
         if self.head_group < 1:
             raise ValueError(f"{self.head_group=} must be at least 1")
         if self.num_ctas is not None and self.num_ctas < 1:
