@@ -28,6 +28,7 @@ class BackwardConfig:
     dout_stages: int = 2  # and for their output's cotangents
     head_group: int = 1  # heads whose tiles are worked on together, those with the most queries first
     num_ctas: int | None = None  # persistent CTAs; None: one for each work item
+    own_outputs: bool = False  # dK and dV leave from buffers of their own, so that the next K and V come earlier
     late_dq: bool = False  # dQ of a block is multiplied a step later, so that no warpgroup waits for the other's dS
     take_turns: bool = False  # warpgroups alternate between the tensor cores and P, dS; with late_dq only
 
@@ -41,6 +42,8 @@ class BackwardConfig:
         for name, stages in (("num_stages", self.num_stages), ("dout_stages", self.dout_stages)):
             if stages not in (1, 2):
                 raise ValueError(f"{name}={stages} must be 1 or 2")
+        if self.own_outputs and self.shares_keys:
+            raise ValueError(f"{self.own_outputs=} must be False where block_kv is {BLOCK}")
         if self.late_dq and self.shares_keys:
             raise ValueError(f"{self.late_dq=} must be False where block_kv is {BLOCK}")
         if self.take_turns and not self.late_dq:
@@ -97,4 +100,5 @@ class BackwardConfig:
         weights = (1 if self.shares_keys else 2) * tile + self.shares_keys * (2 + slopes) * tile
         dq = COMPUTE_WGS * BLOCK * self.dq_columns(head_dims[0]) * 4
         rows = sum(round_up(n * self.block_q * 4, BUFFER_ALIGNMENT) for n in (*stages, *[self.num_stages] * maximum))
-        return keys + queries + weights + dq + rows + BARRIER_BYTES
+        outputs = self.own_outputs * self.block_kv * (head_dims[1] + (head_dims[0] if self.block_q == 128 else 0))
+        return outputs * itemsize + keys + queries + weights + dq + rows + BARRIER_BYTES

@@ -212,6 +212,9 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
     def compute_item(item: WorkItem) -> None:
         work = _work(plan, refs.inputs, item)
 
+        if config.own_outputs and refs.buffers.dk is None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dK of the last item is in dS
+
         def with_dk(dk: Ref) -> Any:
             with_dv = lambda dv: _walk(Worker(plan, refs, wg, work, dk, dv))  # noqa: E731
             return tensor_cores.accumulator(with_dv, sums[1], accumulators.dv)
@@ -220,8 +223,14 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
         if plan.spec.dropout_rate > 0:
             dv = dv * (1 / (1 - plan.spec.dropout_rate))
         way = backward_columns if config.shares_keys else backward_keys
+        if config.own_outputs:
+            release_keys()
         way.store_tile(Worker(plan, refs, wg, work, None, None), dk * work.scores.scale, dv)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if not config.own_outputs:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            release_keys()
+
+    def release_keys() -> None:
         plgpu.barrier_arrive(barriers.k.consumed.at[0])
         plgpu.barrier_arrive(barriers.v.consumed.at[0])
 

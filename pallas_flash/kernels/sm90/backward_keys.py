@@ -143,13 +143,26 @@ def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
 
 
 def store_tile(worker: Worker, dk: jax.Array, dv: jax.Array) -> None:
-    """dK and dV take the place of K and V in shared memory, once no warpgroup multiplies with K any more."""
+    """From buffers of their own; else dK and dV take the place of K and V in shared memory, or of dS, once no
+    warpgroup multiplies with these any more."""
     plan, (_, outputs, buffers, _), item = worker.plan, worker.refs, worker.work.item
     own = _own_keys(worker.wg)
     keys = pl.ds(item.ki * plan.config.block_kv + worker.wg * BLOCK, BLOCK)
-    tile_.meet(worker.refs)
-    buffers.v[0, own] = dv.astype(plan.dtype)
-    buffers.k[0, own] = dk.astype(plan.dtype)
+    dk_smem, dv_smem = (buffers.dk, buffers.dv) if plan.config.own_outputs else (buffers.k, buffers.v)
+    if plan.config.own_outputs:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if dk_smem is not buffers.dk or dk_smem is None:
+        tile_.meet(worker.refs)
+    dk, dv = dk.astype(plan.dtype), dv.astype(plan.dtype)
+    dv_smem[0, own] = dv
+    if dk_smem is None:
+        dk_smem, size = buffers.ds, plan.config.block_q
+    else:
+        size = dk.shape[1]
+    for part, first in enumerate(range(0, dk.shape[1], size)):
+        dk_smem[part, own] = dk[:, first : first + size]
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffers.v.at[0, own], outputs.dv.at[item.batch, keys, item.kv_head])
-    plgpu.copy_smem_to_gmem(buffers.k.at[0, own], outputs.dk.at[item.batch, keys, item.kv_head])
+    plgpu.copy_smem_to_gmem(dv_smem.at[0, own], outputs.dv.at[item.batch, keys, item.kv_head])
+    for part, first in enumerate(range(0, dk.shape[1], size)):
+        target = outputs.dk.at[item.batch, keys, item.kv_head, pl.ds(first, size)]
+        plgpu.copy_smem_to_gmem(dk_smem.at[part, own], target)

@@ -52,6 +52,8 @@ class Buffers(NamedTuple):
     dq: Ref | None  # [warpgroups, rows, columns], float32
     p: Ref | None  # [2, block_kv, block_q], where the warpgroups share the keys
     slopes: Ref | None  # likewise [block_kv, block_q], P before dropout times the derivative of the logits
+    dk: Ref | None  # [1, block_kv, H], if not in the place of K or dS
+    dv: Ref | None  # [1, block_kv, Hv], if not in the place of V
     accumulators: Accumulators
 
 
@@ -195,6 +197,8 @@ def buffers(plan: Plan) -> Buffers:
         dq=memory.matrix((COMPUTE_WGS, BLOCK, columns), jnp.float32) if plan.sums_dq else None,
         p=tiles(2, shapes.value_head_dim) if config.shares_keys else None,
         slopes=memory.matrix((block_kv, block_q), plan.slopes_dtype) if plan.slopes else None,
+        dk=matrix((1, block_kv, shapes.head_dim)) if config.own_outputs and block_q == 128 else None,
+        dv=matrix((1, block_kv, shapes.value_head_dim)) if config.own_outputs else None,
         accumulators=Accumulators(
             scores=scratch(block_q),
             dp=scratch(block_q),
