@@ -12,15 +12,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 TILE_ROWS = 8
 
 
-def tile_columns(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False, column_parts: int = 1) -> int:
-    """Elements of a swizzled row of a buffer of matrices (the last two axes): the widest that fits.
+def tile_columns(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False, column_parts: int = 1, widest: int = 128) -> int:
+    """Elements of a swizzled row of a buffer of matrices (the last two axes): the widest that fits, `widest` bytes at
+    most.
 
     column_parts: it is also read in that many parts of columns.
     contract_rows: the rows are the axis that a product sums over (V in P V); wgmma then also wants their number to be
     a multiple of the elements in a swizzled row.
     """
     rows, columns = shape[-2:]
-    widths = [swizzle // np.dtype(dtype).itemsize for swizzle in (128, 64, 32)]
+    widths = [swizzle // np.dtype(dtype).itemsize for swizzle in (128, 64, 32) if swizzle <= widest]
     return next(w for w in widths if columns // column_parts % w == 0 and not (contract_rows and rows % w))
 
 
@@ -29,9 +30,10 @@ def transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
     return plgpu.TilingTransform((TILE_ROWS, columns)), plgpu.SwizzleTransform(columns * np.dtype(dtype).itemsize)
 
 
-def matrix(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False, column_parts: int = 1) -> Any:
+def matrix(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False, column_parts: int = 1, widest: int = 128) -> Any:
     """A buffer of matrices in that arrangement; the options are those of `tile_columns`."""
-    columns = tile_columns(shape, dtype, contract_rows=contract_rows, column_parts=column_parts)
+    options: Any = {"contract_rows": contract_rows, "column_parts": column_parts, "widest": widest}
+    columns = tile_columns(shape, dtype, **options)
     return plgpu.SMEM(shape, dtype, transforms=transforms(columns, dtype))
 
 

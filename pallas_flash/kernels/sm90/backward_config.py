@@ -33,8 +33,8 @@ class BackwardConfig:
     take_turns: bool = False  # warpgroups alternate between the tensor cores and P, dS; with late_dq only
 
     def __post_init__(self) -> None:
-        if self.block_q not in (64, 128):
-            raise ValueError(f"{self.block_q=} must be 64 or 128")
+        if self.block_q not in (64, 80, 128):
+            raise ValueError(f"{self.block_q=} must be 64, 80 or 128")
         if self.block_kv not in (64, 128):
             raise ValueError(f"{self.block_kv=} must be 64 or 128")
         if self.shares_keys and self.block_q != 64:
@@ -57,6 +57,17 @@ class BackwardConfig:
     def shares_keys(self) -> bool:
         return self.block_kv == BLOCK
 
+    @property
+    def transposed_dq(self) -> bool:
+        """Whether blocks of dQ have the head dim as rows, in device memory too: each warpgroup 64 rows of them."""
+        return self.block_q == 80
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes of a swizzled row of shared memory, at most. A product that sums over 80 queries wants rows of 16 of
+        them, and its other operands the same."""
+        return 32 if self.block_q == 80 else 128
+
     def needs_slopes(self, dtype: Any, *, derivative: bool, dropout: bool) -> bool:
         """Whether dS is made from another matrix in shared memory than P as the product with dO takes it: P before
         dropout, P times the derivative of the logits, or P rounded less than to bfloat16, which alone would add as
@@ -73,6 +84,8 @@ class BackwardConfig:
     def fits(self, head_dim: int, value_head_dim: int) -> bool:
         """Whether the sums of a warpgroup, dK and dV beside S and dP, leave it enough registers."""
         columns = sum(self.padded(head_dim, value_head_dim))
+        if self.transposed_dq and self.padded(head_dim, value_head_dim)[0] != COMPUTE_WGS * BLOCK:
+            return False
         return columns <= (512 if self.shares_keys else 128 if self.block_q == 128 else 256)
 
     def sum_columns(self, head_dim: int) -> int:
@@ -84,6 +97,8 @@ class BackwardConfig:
         if self.block_q == 128:
             return ((wg * BLOCK, 0, head_dim),)
         columns = head_dim // COMPUTE_WGS
+        if self.transposed_dq:
+            return ((0, wg * columns, self.block_q),)
         size = 64 if columns % 64 == 0 else columns
         return tuple((0, first, size) for first in range(wg * columns, (wg + 1) * columns, size))
 
@@ -99,6 +114,6 @@ class BackwardConfig:
         queries = sum(n * self.block_q * dim * itemsize for n, dim in zip(stages, head_dims, strict=True))
         weights = (1 if self.shares_keys else 2) * tile + self.shares_keys * (2 + slopes) * tile
         dq = COMPUTE_WGS * BLOCK * self.dq_columns(head_dims[0]) * 4
-        rows = sum(round_up(n * self.block_q * 4, BUFFER_ALIGNMENT) for n in (*stages, *[self.num_stages] * maximum))
+        rows = sum(round_up(n * round_up(self.block_q, 32) * 4, BUFFER_ALIGNMENT) for n in (*stages, *[self.num_stages] * maximum))
         outputs = self.own_outputs * self.block_kv * (head_dims[1] + (head_dims[0] if self.block_q == 128 else 0))
         return outputs * itemsize + keys + queries + weights + dq + rows + BARRIER_BYTES

@@ -39,15 +39,13 @@ def step(worker: Worker, block: Block) -> None:
     block.at(buffers.ds, block.parity, _own_keys(wg))[...] = ds
     tile_.meet(refs)
     (chunk,) = plan.config.dq_chunks(wg, plan.shapes.head_dim)
-    row, column, columns = chunk
 
     def dq_product(acc: Ref) -> jax.Array:
-        own_ds = block.at(buffers.ds, block.parity, slice(None), pl.ds(row, BLOCK)).transpose((1, 0))
-        tensor_cores.start(acc, own_ds, block.at(buffers.k, 0, slice(None), pl.ds(column, columns)))
+        _start_dq(worker, acc, block, block.parity)
         tensor_cores.start(worker.dk, ds, block.at(buffers.q, block.q_slot))
         return tensor_cores.load(acc, pending=1)
 
-    dq = tensor_cores.accumulator(dq_product, (BLOCK, columns), worker.accumulators.dq[0])
+    dq = tensor_cores.accumulator(dq_product, (BLOCK, chunk[2]), worker.accumulators.dq[0])
     plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
     tile_.add_dq(worker, block.q_base, block.head, chunk, dq)
     tensor_cores.wait(0)
@@ -108,6 +106,10 @@ def last_dq(worker: Worker, last: Block) -> None:
 def _start_dq(worker: Worker, acc: Ref, block: Block, parity: Any) -> None:
     plan, buffers = worker.plan, worker.refs.buffers
     ((row, column, columns),) = plan.config.dq_chunks(worker.wg, plan.shapes.head_dim)
+    if plan.config.transposed_dq:
+        own_k = block.at(buffers.k, 0, slice(None), pl.ds(column, BLOCK)).transpose((1, 0))
+        plan.tensor_cores.start(acc, own_k, block.at(buffers.ds, parity))
+        return
     ds = block.at(buffers.ds, parity, slice(None), pl.ds(row, BLOCK)).transpose((1, 0))
     plan.tensor_cores.start(acc, ds, block.at(buffers.k, 0, slice(None), pl.ds(column, columns)))
 
@@ -131,7 +133,7 @@ def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
         p, derivative = tile_.weights(worker, block, tile, tensor_cores.load(s, pending=1))
         # Only now, as registers are short.
         p, delta_slot = lax.optimization_barrier((p, block.dout_slot))
-        delta = tile_.load_columns(block.at(buffers.rows.delta, delta_slot))
+        delta = tile_.load_columns(block.at(buffers.rows.delta, delta_slot, pl.ds(0, plan.config.block_q)))
         ds = tile_.dlogits(worker, block, tile, p, tensor_cores.load(dp, pending=0), delta)
         if derivative is not None:
             ds = times(ds, derivative)

@@ -14,6 +14,7 @@ from pallas_flash.kernels import barriers as bar
 from pallas_flash.kernels import matmul, memory, static_facts
 from pallas_flash.kernels.backward_rows import Rows
 from pallas_flash.kernels.backward_schedule import WorkItem
+from pallas_flash.kernels.sizes import round_up
 from pallas_flash.kernels.sm90.backward_config import BLOCK, COMPUTE_WGS, BackwardConfig
 from pallas_flash.kernels.tile_scores import ScoreArrays, ScoreOperands
 from pallas_flash.spec import AttentionSpec, Shapes
@@ -176,6 +177,7 @@ class Plan:
 def buffers(plan: Plan) -> Buffers:
     shapes, config = plan.shapes, plan.config
     matrix = functools.partial(memory.matrix, dtype=plan.dtype)
+    matrix = functools.partial(matrix, widest=config.swizzle)
     parted = functools.partial(matrix, column_parts=COMPUTE_WGS if config.shares_keys else 1)
     block_q, block_kv = config.block_q, config.block_kv
     # A product wants both matrices in the same swizzle: dS as Q and K, P as dO.
@@ -189,16 +191,16 @@ def buffers(plan: Plan) -> Buffers:
         q=parted((config.num_stages, block_q, shapes.head_dim)),
         dout=parted((config.dout_stages, block_q, shapes.value_head_dim)),
         rows=Rows(
-            memory.rows((config.num_stages, block_q)),
-            memory.rows((config.dout_stages, block_q)),
-            memory.rows((config.num_stages, block_q)) if plan.any_logits else None,
+            memory.rows((config.num_stages, round_up(block_q, 32))),
+            memory.rows((config.dout_stages, round_up(block_q, 32))),
+            memory.rows((config.num_stages, round_up(block_q, 32))) if plan.any_logits else None,
         ),
         ds=tiles(1 if config.shares_keys else 2, shapes.head_dim),
         dq=memory.matrix((COMPUTE_WGS, BLOCK, columns), jnp.float32) if plan.sums_dq else None,
         p=tiles(2, shapes.value_head_dim) if config.shares_keys else None,
         slopes=memory.matrix((block_kv, block_q), plan.slopes_dtype) if plan.slopes else None,
-        dk=matrix((1, block_kv, shapes.head_dim)) if config.own_outputs and block_q == 128 else None,
-        dv=matrix((1, block_kv, shapes.value_head_dim)) if config.own_outputs else None,
+        dk=parted((1, block_kv, shapes.head_dim)) if config.own_outputs and block_q == 128 else None,
+        dv=parted((1, block_kv, shapes.value_head_dim)) if config.own_outputs else None,
         accumulators=Accumulators(
             scores=scratch(block_q),
             dp=scratch(block_q),
