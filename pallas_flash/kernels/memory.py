@@ -12,7 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 TILE_ROWS = 8
 
 
-def tile_columns(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False, column_parts: int = 1, widest: int = 128) -> int:
+def tile_columns(
+    shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False, column_parts: int = 1, widest: int = 128
+) -> int:
     """Elements of a swizzled row of a buffer of matrices (the last two axes): the widest that fits, `widest` bytes at
     most.
 
@@ -30,9 +32,8 @@ def transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
     return plgpu.TilingTransform((TILE_ROWS, columns)), plgpu.SwizzleTransform(columns * np.dtype(dtype).itemsize)
 
 
-def matrix(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False, column_parts: int = 1, widest: int = 128) -> Any:
+def matrix(shape: tuple[int, ...], dtype: Any, **options: Any) -> Any:
     """A buffer of matrices in that arrangement; the options are those of `tile_columns`."""
-    options: Any = {"contract_rows": contract_rows, "column_parts": column_parts, "widest": widest}
     columns = tile_columns(shape, dtype, **options)
     return plgpu.SMEM(shape, dtype, transforms=transforms(columns, dtype))
 

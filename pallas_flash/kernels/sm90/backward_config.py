@@ -42,8 +42,8 @@ class BackwardConfig:
         for name, stages in (("num_stages", self.num_stages), ("dout_stages", self.dout_stages)):
             if stages not in (1, 2):
                 raise ValueError(f"{name}={stages} must be 1 or 2")
-        if self.own_outputs and self.shares_keys:
-            raise ValueError(f"{self.own_outputs=} must be False where block_kv is {BLOCK}")
+        if self.own_outputs and (self.shares_keys or self.block_q == 80):
+            raise ValueError(f"{self.own_outputs=} must be False where block_kv is {BLOCK} or block_q 80")
         if self.late_dq and self.shares_keys:
             raise ValueError(f"{self.late_dq=} must be False where block_kv is {BLOCK}")
         if self.take_turns and not self.late_dq:
@@ -61,6 +61,11 @@ class BackwardConfig:
     def transposed_dq(self) -> bool:
         """Whether blocks of dQ have the head dim as rows, in device memory too: each warpgroup 64 rows of them."""
         return self.block_q == 80
+
+    @property
+    def row_slots(self) -> int:
+        """Floats of a block's rows in shared memory: TMA wants 128 bytes aligned."""
+        return round_up(self.block_q, 32)
 
     @property
     def swizzle(self) -> int:
@@ -114,6 +119,7 @@ class BackwardConfig:
         queries = sum(n * self.block_q * dim * itemsize for n, dim in zip(stages, head_dims, strict=True))
         weights = (1 if self.shares_keys else 2) * tile + self.shares_keys * (2 + slopes) * tile
         dq = COMPUTE_WGS * BLOCK * self.dq_columns(head_dims[0]) * 4
-        rows = sum(round_up(n * round_up(self.block_q, 32) * 4, BUFFER_ALIGNMENT) for n in (*stages, *[self.num_stages] * maximum))
+        row_stages = (*stages, *[self.num_stages] * maximum)
+        rows = sum(round_up(n * self.row_slots * 4, BUFFER_ALIGNMENT) for n in row_stages)
         outputs = self.own_outputs * self.block_kv * (head_dims[1] + (head_dims[0] if self.block_q == 128 else 0))
         return outputs * itemsize + keys + queries + weights + dq + rows + BARRIER_BYTES

@@ -14,7 +14,6 @@ from pallas_flash.kernels import barriers as bar
 from pallas_flash.kernels import matmul, memory, static_facts
 from pallas_flash.kernels.backward_rows import Rows
 from pallas_flash.kernels.backward_schedule import WorkItem
-from pallas_flash.kernels.sizes import round_up
 from pallas_flash.kernels.sm90.backward_config import BLOCK, COMPUTE_WGS, BackwardConfig
 from pallas_flash.kernels.tile_scores import ScoreArrays, ScoreOperands
 from pallas_flash.spec import AttentionSpec, Shapes
@@ -191,9 +190,9 @@ def buffers(plan: Plan) -> Buffers:
         q=parted((config.num_stages, block_q, shapes.head_dim)),
         dout=parted((config.dout_stages, block_q, shapes.value_head_dim)),
         rows=Rows(
-            memory.rows((config.num_stages, round_up(block_q, 32))),
-            memory.rows((config.dout_stages, round_up(block_q, 32))),
-            memory.rows((config.num_stages, round_up(block_q, 32))) if plan.any_logits else None,
+            memory.rows((config.num_stages, config.row_slots)),
+            memory.rows((config.dout_stages, config.row_slots)),
+            memory.rows((config.num_stages, config.row_slots)) if plan.any_logits else None,
         ),
         ds=tiles(1 if config.shares_keys else 2, shapes.head_dim),
         dq=memory.matrix((COMPUTE_WGS, BLOCK, columns), jnp.float32) if plan.sums_dq else None,
