@@ -12,18 +12,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 TILE_ROWS = 8
 
 
-def tile_columns(
-    shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False, column_parts: int = 1, widest: int = 128
-) -> int:
-    """Elements of a swizzled row of a buffer of matrices (the last two axes): the widest that fits, `widest` bytes at
-    most.
+def tile_columns(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False, column_parts: int = 1) -> int:
+    """Elements of a swizzled row of a buffer of matrices (the last two axes): the widest that fits.
 
     column_parts: it is also read in that many parts of columns.
     contract_rows: the rows are the axis that a product sums over (V in P V); wgmma then also wants their number to be
     a multiple of the elements in a swizzled row.
     """
     rows, columns = shape[-2:]
-    widths = [swizzle // np.dtype(dtype).itemsize for swizzle in (128, 64, 32) if swizzle <= widest]
+    widths = [swizzle // np.dtype(dtype).itemsize for swizzle in (128, 64, 32)]
     return next(w for w in widths if columns // column_parts % w == 0 and not (contract_rows and rows % w))
 
 
@@ -32,9 +29,9 @@ def transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
     return plgpu.TilingTransform((TILE_ROWS, columns)), plgpu.SwizzleTransform(columns * np.dtype(dtype).itemsize)
 
 
-def matrix(shape: tuple[int, ...], dtype: Any, **options: Any) -> Any:
+def matrix(shape: tuple[int, ...], dtype: Any, *, contract_rows: bool = False, column_parts: int = 1) -> Any:
     """A buffer of matrices in that arrangement; the options are those of `tile_columns`."""
-    columns = tile_columns(shape, dtype, **options)
+    columns = tile_columns(shape, dtype, contract_rows=contract_rows, column_parts=column_parts)
     return plgpu.SMEM(shape, dtype, transforms=transforms(columns, dtype))
 
 

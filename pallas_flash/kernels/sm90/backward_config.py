@@ -29,12 +29,11 @@ class BackwardConfig:
     head_group: int = 1  # heads whose tiles are worked on together, those with the most queries first
     num_ctas: int | None = None  # persistent CTAs; None: one for each work item
     own_outputs: bool = False  # dK and dV leave from buffers of their own, so that the next K and V come earlier
-    late_dq: bool = False  # dQ of a block is multiplied a step later, so that no warpgroup waits for the other's dS
-    take_turns: bool = False  # warpgroups alternate between the tensor cores and P, dS; with late_dq only
+    late_dq: bool = False  # dQ of a block comes a step later, and warpgroups take turns at the tensor cores
 
     def __post_init__(self) -> None:
-        if self.block_q not in (64, 80, 128):
-            raise ValueError(f"{self.block_q=} must be 64, 80 or 128")
+        if self.block_q not in (64, 128):
+            raise ValueError(f"{self.block_q=} must be 64 or 128")
         if self.block_kv not in (64, 128):
             raise ValueError(f"{self.block_kv=} must be 64 or 128")
         if self.shares_keys and self.block_q != 64:
@@ -42,12 +41,9 @@ class BackwardConfig:
         for name, stages in (("num_stages", self.num_stages), ("dout_stages", self.dout_stages)):
             if stages not in (1, 2):
                 raise ValueError(f"{name}={stages} must be 1 or 2")
-        if self.own_outputs and (self.shares_keys or self.block_q == 80):
-            raise ValueError(f"{self.own_outputs=} must be False where block_kv is {BLOCK} or block_q 80")
-        if self.late_dq and self.shares_keys:
-            raise ValueError(f"{self.late_dq=} must be False where block_kv is {BLOCK}")
-        if self.take_turns and not self.late_dq:
-            raise ValueError(f"{self.take_turns=} must be False without late_dq")
+        for name in ("own_outputs", "late_dq"):
+            if getattr(self, name) and self.block_q != 128:
+                raise ValueError(f"self.{name}=True needs {self.block_q=} to be 128")
         if self.head_group < 1:
             raise ValueError(f"{self.head_group=} must be at least 1")
         if self.num_ctas is not None and self.num_ctas < 1:
@@ -56,22 +52,6 @@ class BackwardConfig:
     @property
     def shares_keys(self) -> bool:
         return self.block_kv == BLOCK
-
-    @property
-    def transposed_dq(self) -> bool:
-        """Whether blocks of dQ have the head dim as rows, in device memory too: each warpgroup 64 rows of them."""
-        return self.block_q == 80
-
-    @property
-    def row_slots(self) -> int:
-        """Floats of a block's rows in shared memory: TMA wants 128 bytes aligned."""
-        return round_up(self.block_q, 32)
-
-    @property
-    def swizzle(self) -> int:
-        """Bytes of a swizzled row of shared memory, at most. A product that sums over 80 queries wants rows of 16 of
-        them, and its other operands the same."""
-        return 32 if self.block_q == 80 else 128
 
     def needs_slopes(self, dtype: Any, *, derivative: bool, dropout: bool) -> bool:
         """Whether dS is made from another matrix in shared memory than P as the product with dO takes it: P before
@@ -89,8 +69,6 @@ class BackwardConfig:
     def fits(self, head_dim: int, value_head_dim: int) -> bool:
         """Whether the sums of a warpgroup, dK and dV beside S and dP, leave it enough registers."""
         columns = sum(self.padded(head_dim, value_head_dim))
-        if self.transposed_dq and self.padded(head_dim, value_head_dim)[0] != COMPUTE_WGS * BLOCK:
-            return False
         return columns <= (512 if self.shares_keys else 128 if self.block_q == 128 else 256)
 
     def sum_columns(self, head_dim: int) -> int:
@@ -102,8 +80,6 @@ class BackwardConfig:
         if self.block_q == 128:
             return ((wg * BLOCK, 0, head_dim),)
         columns = head_dim // COMPUTE_WGS
-        if self.transposed_dq:
-            return ((0, wg * columns, self.block_q),)
         size = 64 if columns % 64 == 0 else columns
         return tuple((0, first, size) for first in range(wg * columns, (wg + 1) * columns, size))
 
@@ -119,7 +95,6 @@ class BackwardConfig:
         queries = sum(n * self.block_q * dim * itemsize for n, dim in zip(stages, head_dims, strict=True))
         weights = (1 if self.shares_keys else 2) * tile + self.shares_keys * (2 + slopes) * tile
         dq = COMPUTE_WGS * BLOCK * self.dq_columns(head_dims[0]) * 4
-        row_stages = (*stages, *[self.num_stages] * maximum)
-        rows = sum(round_up(n * self.row_slots * 4, BUFFER_ALIGNMENT) for n in row_stages)
-        outputs = self.own_outputs * self.block_kv * (head_dims[1] + (head_dims[0] if self.block_q == 128 else 0))
+        rows = sum(round_up(n * self.block_q * 4, BUFFER_ALIGNMENT) for n in (*stages, *[self.num_stages] * maximum))
+        outputs = self.own_outputs * self.block_kv * sum(head_dims)
         return outputs * itemsize + keys + queries + weights + dq + rows + BARRIER_BYTES

@@ -73,9 +73,7 @@ def run(
     plan = Plan(spec, held, q.dtype, config, tensor_cores, interpret is not None, rows.m is not None, sums_dq)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     scores = tile_scores.score_arrays(spec, operands)
-    axes = (0, 2, 3, 1) if config.transposed_dq else (0, 1, 2, 3)
-    dq_shape = (plan.dq_slices * q.shape[0], *(q.shape[axis] for axis in axes[1:]))
-    dq_ref = jax.new_ref(jnp.zeros(dq_shape, jnp.float32)) if sums_dq else None
+    dq_ref = jax.new_ref(jnp.zeros((plan.dq_slices * q.shape[0], *q.shape[1:]), jnp.float32)) if sums_dq else None
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=(Outputs(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v))),),
@@ -92,8 +90,7 @@ def run(
     ((dk, dv),) = kernel(Inputs(work, q, k, v, dout, rows, scores, dq_ref, dbias))
     dq = None
     if dq_ref is not None:
-        dq = jax.freeze(dq_ref).transpose(*(axes.index(axis) for axis in range(4)))
-        dq = dq.reshape(plan.dq_slices, *q.shape)
+        dq = jax.freeze(dq_ref).reshape(plan.dq_slices, *q.shape)
         dq = (dq.sum(0) if plan.dq_slices > 1 else dq[0])[:, : shapes.q_len, :, : shapes.head_dim]
     keys = slice(shapes.kv_len)
     return (
@@ -166,9 +163,6 @@ def _copy_warpgroup(plan: Plan, refs: Refs) -> None:
     with_q = (inputs.q, buffers.q, to_q), (rows.lse_log2, rows_smem.lse_log2, to_q), (rows.m, rows_smem.m, to_q)
     with_dout = (inputs.dout, buffers.dout, to_dout), (rows.delta, rows_smem.delta, to_dout)
 
-    def place_in(buffer: Ref, slot: Any) -> Ref:
-        return buffer.at[slot] if len(buffer.shape) == 3 else buffer.at[slot, pl.ds(0, config.block_q)]
-
     def copy_item(item: WorkItem) -> None:
         keys = pl.ds(item.ki * config.block_kv, config.block_kv)
         for source, buffer, handshake in ((inputs.k, buffers.k, barriers.k), (inputs.v, buffers.v, barriers.v)):
@@ -189,7 +183,7 @@ def _copy_warpgroup(plan: Plan, refs: Refs) -> None:
                     for source, buffer, produced in copies:
                         if source is not None:
                             place = (item.batch, qs, head) if len(source.shape) == 4 else (item.batch, head, qs)
-                            plgpu.copy_gmem_to_smem(source.at[place], place_in(buffer, slot), produced.at[slot])
+                            plgpu.copy_gmem_to_smem(source.at[place], buffer.at[slot], produced.at[slot])
 
         _for_each_head(plan, item, copy_head)
 
@@ -217,9 +211,6 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
 
     def compute_item(item: WorkItem) -> None:
         work = _work(plan, refs.inputs, item)
-
-        if config.own_outputs and refs.buffers.dk is None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dK of the last item is in dS
 
         def with_dk(dk: Ref) -> Any:
             with_dv = lambda dv: _walk(Worker(plan, refs, wg, work, dk, dv))  # noqa: E731

@@ -39,13 +39,15 @@ def step(worker: Worker, block: Block) -> None:
     block.at(buffers.ds, block.parity, _own_keys(wg))[...] = ds
     tile_.meet(refs)
     (chunk,) = plan.config.dq_chunks(wg, plan.shapes.head_dim)
+    row, column, columns = chunk
 
     def dq_product(acc: Ref) -> jax.Array:
-        _start_dq(worker, acc, block, block.parity)
+        own_ds = block.at(buffers.ds, block.parity, slice(None), pl.ds(row, BLOCK)).transpose((1, 0))
+        tensor_cores.start(acc, own_ds, block.at(buffers.k, 0, slice(None), pl.ds(column, columns)))
         tensor_cores.start(worker.dk, ds, block.at(buffers.q, block.q_slot))
         return tensor_cores.load(acc, pending=1)
 
-    dq = tensor_cores.accumulator(dq_product, (BLOCK, chunk[2]), worker.accumulators.dq[0])
+    dq = tensor_cores.accumulator(dq_product, (BLOCK, columns), worker.accumulators.dq[0])
     plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
     tile_.add_dq(worker, block.q_base, block.head, chunk, dq)
     tensor_cores.wait(0)
@@ -61,8 +63,7 @@ def _late_products(worker: Worker, block: Block, p: jax.Array, ds: jax.Array) ->
     # What stood there both read for the last time before they showed their dS of the step before. It is stored before
     # the turn, as the compiler would else leave the arithmetic for afterwards.
     block.at(buffers.ds, block.parity, _own_keys(wg))[...] = ds
-    if barriers.turns is not None:
-        barriers.turns.wait(wg)
+    barriers.turns.wait(wg)
 
     def products(acc: Ref) -> jax.Array:
         _start_dq(worker, acc, block, 1 - block.parity)
@@ -83,16 +84,14 @@ def before_first(worker: Worker) -> None:
     """Whatever stands where the first step looks for dS of the step before, both may read it."""
     barriers = worker.refs.barriers
     barriers.ds.show(worker.plan.tensor_cores.publish)
-    if barriers.turns is not None:
-        barriers.turns.wait(worker.wg)
+    barriers.turns.wait(worker.wg)
 
 
 def last_dq(worker: Worker, last: Block) -> None:
     """What `_late_products` leaves after the last block; last.first: there was none."""
     tensor_cores, barriers = worker.plan.tensor_cores, worker.refs.barriers
     (chunk,) = worker.plan.config.dq_chunks(worker.wg, worker.plan.shapes.head_dim)
-    if barriers.turns is not None:
-        barriers.turns.pass_on(worker.wg)
+    barriers.turns.pass_on(worker.wg)
     barriers.ds.wait()
 
     def product(acc: Ref) -> jax.Array:
@@ -106,10 +105,6 @@ def last_dq(worker: Worker, last: Block) -> None:
 def _start_dq(worker: Worker, acc: Ref, block: Block, parity: Any) -> None:
     plan, buffers = worker.plan, worker.refs.buffers
     ((row, column, columns),) = plan.config.dq_chunks(worker.wg, plan.shapes.head_dim)
-    if plan.config.transposed_dq:
-        own_k = block.at(buffers.k, 0, slice(None), pl.ds(column, BLOCK)).transpose((1, 0))
-        plan.tensor_cores.start(acc, own_k, block.at(buffers.ds, parity))
-        return
     ds = block.at(buffers.ds, parity, slice(None), pl.ds(row, BLOCK)).transpose((1, 0))
     plan.tensor_cores.start(acc, ds, block.at(buffers.k, 0, slice(None), pl.ds(column, columns)))
 
@@ -133,7 +128,7 @@ def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
         p, derivative = tile_.weights(worker, block, tile, tensor_cores.load(s, pending=1))
         # Only now, as registers are short.
         p, delta_slot = lax.optimization_barrier((p, block.dout_slot))
-        delta = tile_.load_columns(block.at(buffers.rows.delta, delta_slot, pl.ds(0, plan.config.block_q)))
+        delta = tile_.load_columns(block.at(buffers.rows.delta, delta_slot))
         ds = tile_.dlogits(worker, block, tile, p, tensor_cores.load(dp, pending=0), delta)
         if derivative is not None:
             ds = times(ds, derivative)
@@ -145,26 +140,19 @@ def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
 
 
 def store_tile(worker: Worker, dk: jax.Array, dv: jax.Array) -> None:
-    """From buffers of their own; else dK and dV take the place of K and V in shared memory, or of dS, once no
-    warpgroup multiplies with these any more."""
+    """From buffers of their own; else dK and dV take the place of K and V in shared memory, once no warpgroup multiplies
+    with K any more."""
     plan, (_, outputs, buffers, _), item = worker.plan, worker.refs, worker.work.item
     own = _own_keys(worker.wg)
     keys = pl.ds(item.ki * plan.config.block_kv + worker.wg * BLOCK, BLOCK)
-    dk_smem, dv_smem = (buffers.dk, buffers.dv) if plan.config.own_outputs else (buffers.k, buffers.v)
     if plan.config.own_outputs:
+        dk_smem, dv_smem = buffers.dk, buffers.dv
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if dk_smem is not buffers.dk or dk_smem is None:
-        tile_.meet(worker.refs)
-    dk, dv = dk.astype(plan.dtype), dv.astype(plan.dtype)
-    dv_smem[0, own] = dv
-    if dk_smem is None:
-        dk_smem, size = buffers.ds, plan.config.block_q
     else:
-        size = dk.shape[1]
-    for part, first in enumerate(range(0, dk.shape[1], size)):
-        dk_smem[part, own] = dk[:, first : first + size]
+        dk_smem, dv_smem = buffers.k, buffers.v
+        tile_.meet(worker.refs)
+    dv_smem[0, own] = dv.astype(plan.dtype)
+    dk_smem[0, own] = dk.astype(plan.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(dv_smem.at[0, own], outputs.dv.at[item.batch, keys, item.kv_head])
-    for part, first in enumerate(range(0, dk.shape[1], size)):
-        target = outputs.dk.at[item.batch, keys, item.kv_head, pl.ds(first, size)]
-        plgpu.copy_smem_to_gmem(dk_smem.at[part, own], target)
+    plgpu.copy_smem_to_gmem(dk_smem.at[0, own], outputs.dk.at[item.batch, keys, item.kv_head])

@@ -52,7 +52,7 @@ class Buffers(NamedTuple):
     dq: Ref | None  # [warpgroups, rows, columns], float32
     p: Ref | None  # [2, block_kv, block_q], where the warpgroups share the keys
     slopes: Ref | None  # likewise [block_kv, block_q], P before dropout times the derivative of the logits
-    dk: Ref | None  # [1, block_kv, H], if not in the place of K or dS
+    dk: Ref | None  # [1, block_kv, H], if not in the place of K
     dv: Ref | None  # [1, block_kv, Hv], if not in the place of V
     accumulators: Accumulators
 
@@ -152,10 +152,6 @@ class Plan:
         return self.config.late_dq and self.sums_dq
 
     @property
-    def takes_turns(self) -> bool:
-        return self.config.take_turns and self.late_dq
-
-    @property
     def slopes(self) -> bool:
         """Whether the warpgroup that makes dS needs another matrix than the one that multiplies dO."""
         return self.config.shares_keys and self.config.needs_slopes(
@@ -176,7 +172,6 @@ class Plan:
 def buffers(plan: Plan) -> Buffers:
     shapes, config = plan.shapes, plan.config
     matrix = functools.partial(memory.matrix, dtype=plan.dtype)
-    matrix = functools.partial(matrix, widest=config.swizzle)
     parted = functools.partial(matrix, column_parts=COMPUTE_WGS if config.shares_keys else 1)
     block_q, block_kv = config.block_q, config.block_kv
     # A product wants both matrices in the same swizzle: dS as Q and K, P as dO.
@@ -190,16 +185,16 @@ def buffers(plan: Plan) -> Buffers:
         q=parted((config.num_stages, block_q, shapes.head_dim)),
         dout=parted((config.dout_stages, block_q, shapes.value_head_dim)),
         rows=Rows(
-            memory.rows((config.num_stages, config.row_slots)),
-            memory.rows((config.dout_stages, config.row_slots)),
-            memory.rows((config.num_stages, config.row_slots)) if plan.any_logits else None,
+            memory.rows((config.num_stages, block_q)),
+            memory.rows((config.dout_stages, block_q)),
+            memory.rows((config.num_stages, block_q)) if plan.any_logits else None,
         ),
         ds=tiles(1 if config.shares_keys else 2, shapes.head_dim),
         dq=memory.matrix((COMPUTE_WGS, BLOCK, columns), jnp.float32) if plan.sums_dq else None,
         p=tiles(2, shapes.value_head_dim) if config.shares_keys else None,
         slopes=memory.matrix((block_kv, block_q), plan.slopes_dtype) if plan.slopes else None,
-        dk=parted((1, block_kv, shapes.head_dim)) if config.own_outputs and block_q == 128 else None,
-        dv=parted((1, block_kv, shapes.value_head_dim)) if config.own_outputs else None,
+        dk=matrix((1, block_kv, shapes.head_dim)) if config.own_outputs else None,
+        dv=matrix((1, block_kv, shapes.value_head_dim)) if config.own_outputs else None,
         accumulators=Accumulators(
             scores=scratch(block_q),
             dp=scratch(block_q),
@@ -219,7 +214,7 @@ def barriers(plan: Plan) -> Barriers:
         dout=_handshake_of_copies(config.dout_stages, 2),
         meeting=plan.tensor_cores.meeting(COMPUTE_WGS),
         ds=bar.exchange(COMPUTE_WGS) if plan.late_dq else None,
-        turns=plan.tensor_cores.turns(COMPUTE_WGS) if plan.takes_turns else None,
+        turns=plan.tensor_cores.turns(COMPUTE_WGS) if plan.late_dq else None,
     )
 
 

@@ -55,7 +55,7 @@ def tile_scores(worker: Worker, block: Block) -> TileScores:
 def weights(worker: Worker, block: Block, tile: TileScores, scores: jax.Array) -> Weights:
     """From K Q^T."""
     plan, rows = worker.plan, worker.refs.buffers.rows
-    spread = lambda ref: columns_like(load_columns(ref.at[block.q_slot, pl.ds(0, plan.config.block_q)]), scores)  # noqa: E731
+    spread = lambda ref: columns_like(load_columns(ref.at[block.q_slot]), scores)  # noqa: E731
     m = None if rows.m is None else spread(rows.m)
     return weights_of(plan, tile, scores, Rows(spread(rows.lse_log2), None, m), masked=block.masked)
 
@@ -81,10 +81,7 @@ def add_dq(
     plgpu.commit_smem()
 
     def add() -> None:
-        if plan.config.transposed_dq:
-            target = refs.inputs.dq.at[batch, head, pl.ds(column, BLOCK), pl.ds(q_base, columns)]
-        else:
-            target = refs.inputs.dq.at[batch, pl.ds(q_base + row, BLOCK), head, pl.ds(column, columns)]
+        target = refs.inputs.dq.at[batch, pl.ds(q_base + row, BLOCK), head, pl.ds(column, columns)]
         memory.add_matrix(staged, target, interpreted=plan.interpreted)
 
     add() if unless is None else pl.when(jnp.logical_not(unless))(add)
