@@ -193,6 +193,8 @@ def test_a_config_for_dq_names_what_is_wrong(wrong):
         {"dout_stages": 3},
         {"head_group": 0},
         {"num_ctas": 0},
+        {"late_dq": True},
+        {"own_outputs": True},
     ],
 )
 def test_a_config_names_what_is_wrong(wrong):

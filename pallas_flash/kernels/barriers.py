@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +88,26 @@ class NamedTurns:
 TURN_WGS = 2  # the one that waits and the one that passes the turn on
 
 
+class Exchange(NamedTuple):
+    """Warpgroups show each other what they write to shared memory: each `show`s, and goes on; and before it reads, it
+    waits until all did. Between two `show`s of a warpgroup it must `wait`."""
+
+    barrier: Ref
+
+    def show(self, publish: Callable[[], None]) -> None:
+        """publish: makes own writes visible to the tensor cores."""
+        publish()
+        plgpu.barrier_arrive(self.barrier)
+
+    def wait(self) -> None:
+        plgpu.barrier_wait(self.barrier)
+
+
+def exchange(wgs: int) -> Exchange:
+    """What the kernel must allocate for so many warpgroups."""
+    return Exchange(plgpu.Barrier(num_arrivals=wgs))
+
+
 class Meeting(NamedTuple):
     """Warpgroups wait for each other; then each sees what the others wrote to shared memory, and so do the tensor
     cores and TMA."""
@@ -108,7 +129,7 @@ class NamedMeeting:
     wgs: int
 
     def hold(self) -> None:
-        _fence()
+        fence()
         _named_barrier("sync", MEETING_BARRIER, self.wgs)
 
 
@@ -132,5 +153,6 @@ def _fence_of_context(_: Any) -> None:
     nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
 
-def _fence() -> None:
+def fence() -> None:
+    """What this thread wrote to shared memory the tensor cores and TMA may read, once a barrier says so."""
     _fence_of_context()  # pyright: ignore[reportCallIssue]

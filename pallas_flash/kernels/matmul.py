@@ -28,6 +28,9 @@ class TensorCores(elements.Elements, Protocol):
         """What the kernel must allocate for so many warpgroups to wait for each other: `barriers.Meeting` or its
         like."""
 
+    def publish(self) -> None:
+        """What each thread wrote to shared memory is there for tensor cores and TMA, once it arrives at a barrier."""
+
     def scratch(self, shape: tuple[int, ...]) -> Any:
         """What the kernel must allocate for accumulators of this shape, one a warpgroup; None: nothing."""
 
@@ -87,6 +90,7 @@ class Wgmma:
     def wait(self, pending: int) -> None:
         plgpu.wgmma_wait(pending)
 
+    publish = staticmethod(barriers.fence)
     any = staticmethod(elements.any_of_warp)
     gather = staticmethod(elements.gather)
     take = staticmethod(elements.take)
@@ -133,6 +137,7 @@ class Interpreted:
     def wait(self, pending: int) -> None:
         pass
 
+    publish = staticmethod(plgpu.commit_smem)
     any = staticmethod(jnp.any)
     gather = staticmethod(elements.interpreted_gather)
     take = staticmethod(elements.interpreted_take)

@@ -48,7 +48,7 @@ def step(worker: Worker, block: Block) -> None:
             dq = tensor_cores.load(acc, pending=len(chunks) - i)
             if i == 0:
                 plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
-            tile_.add_dq(worker, block, chunk, dq)
+            tile_.add_dq(worker, block.q_base, block.head, chunk, dq)
 
     _accumulators(worker, dq_products, [(BLOCK, columns) for _, _, columns in chunks], ())
     tensor_cores.wait(0)

@@ -28,6 +28,8 @@ class BackwardConfig:
     dout_stages: int = 2  # and for their output's cotangents
     head_group: int = 1  # heads whose tiles are worked on together, those with the most queries first
     num_ctas: int | None = None  # persistent CTAs; None: one for each work item
+    own_outputs: bool = False  # dK and dV leave from buffers of their own, so that the next K and V come earlier
+    late_dq: bool = False  # dQ of a block comes a step later, and warpgroups take turns at the tensor cores
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -39,6 +41,9 @@ class BackwardConfig:
         for name, stages in (("num_stages", self.num_stages), ("dout_stages", self.dout_stages)):
             if stages not in (1, 2):
                 raise ValueError(f"{name}={stages} must be 1 or 2")
+        for name in ("own_outputs", "late_dq"):
+            if getattr(self, name) and self.block_q != 128:
+                raise ValueError(f"self.{name}=True needs {self.block_q=} to be 128")
         if self.head_group < 1:
             raise ValueError(f"{self.head_group=} must be at least 1")
         if self.num_ctas is not None and self.num_ctas < 1:
@@ -91,4 +96,5 @@ class BackwardConfig:
         weights = (1 if self.shares_keys else 2) * tile + self.shares_keys * (2 + slopes) * tile
         dq = COMPUTE_WGS * BLOCK * self.dq_columns(head_dims[0]) * 4
         rows = sum(round_up(n * self.block_q * 4, BUFFER_ALIGNMENT) for n in (*stages, *[self.num_stages] * maximum))
-        return keys + queries + weights + dq + rows + BARRIER_BYTES
+        outputs = self.own_outputs * self.block_kv * sum(head_dims)
+        return outputs * itemsize + keys + queries + weights + dq + rows + BARRIER_BYTES

@@ -206,6 +206,8 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
     sums = [(BLOCK, config.sum_columns(columns)) for columns in (shapes.head_dim, shapes.value_head_dim)]
     for handshake, slots in _handshakes(plan, barriers):
         bar.release_all(handshake, slots)
+    if barriers.turns is not None:
+        barriers.turns.open(wg)
 
     def compute_item(item: WorkItem) -> None:
         work = _work(plan, refs.inputs, item)
@@ -218,12 +220,20 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
         if plan.spec.dropout_rate > 0:
             dv = dv * (1 / (1 - plan.spec.dropout_rate))
         way = backward_columns if config.shares_keys else backward_keys
+        if config.own_outputs:
+            release_keys()
         way.store_tile(Worker(plan, refs, wg, work, None, None), dk * work.scores.scale, dv)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if not config.own_outputs:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            release_keys()
+
+    def release_keys() -> None:
         plgpu.barrier_arrive(barriers.k.consumed.at[0])
         plgpu.barrier_arrive(barriers.v.consumed.at[0])
 
     _for_each_item(plan, refs.inputs, compute_item)
+    if barriers.turns is not None:
+        barriers.turns.close(wg)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -246,19 +256,36 @@ def _walk(worker: Worker) -> tuple[jax.Array, jax.Array]:
 
     def walk_head(head: jax.Array) -> None:
         block = functools.partial(_block, plan, head)
+        late = functools.partial(_with_before, plan, item)
+        if plan.late_dq:
+            backward_keys.before_first(worker)
         if plan.some_masked:
 
             @pl.loop(0, schedule.masked_steps(item))
             def _masked(i: jax.Array) -> None:
-                step(block(schedule.query_block(item, i), _parity(i - schedule.masked_steps(item)), masked=True))
+                each = block(schedule.query_block(item, i), _parity(i - schedule.masked_steps(item)), masked=True)
+                step(late(each, i))
 
         # The loops' index is the block: registers are short.
         @pl.loop(item.full_start, item.full_end)
         def _unmasked(i: jax.Array) -> None:
-            step(block(i, _parity(i - item.full_start)))
+            step(late(block(i, _parity(i - item.full_start)), i - item.full_start + schedule.masked_steps(item)))
+
+        if plan.late_dq:
+            steps = item.q_end - item.q_start
+            last = block(schedule.query_block(item, steps - 1), _parity(steps - 1 - schedule.masked_steps(item)))
+            backward_keys.last_dq(worker, last._replace(first=steps == 0))
 
     _for_each_head(plan, item, walk_head)
     return plan.tensor_cores.load(worker.dk, pending=0), plan.tensor_cores.load(worker.dv, pending=0)
+
+
+def _with_before(plan: Plan, item: WorkItem, block: Block, step: jax.Array) -> Block:
+    """The block of a step, with where the one before was, if that matters."""
+    if not plan.late_dq:
+        return block
+    before = schedule.query_block(item, step - 1) * plan.config.block_q
+    return block._replace(before=before, first=step == 0)
 
 
 def _block(plan: Plan, head: jax.Array, qi: jax.Array, parity: Any, *, masked: bool = False) -> Block:

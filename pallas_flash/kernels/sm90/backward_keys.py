@@ -29,6 +29,9 @@ def step(worker: Worker, block: Block) -> None:
     plan, refs, wg = worker.plan, worker.refs, worker.wg
     tensor_cores, (_, _, buffers, barriers) = plan.tensor_cores, refs
     p, ds = _weights(worker, block)
+    if plan.late_dq:
+        _late_products(worker, block, p, ds)
+        return
     tensor_cores.start(worker.dv, p, block.at(buffers.dout, block.dout_slot))
     if not plan.sums_dq:
         tile_.add_dk(worker, block, ds)
@@ -46,9 +49,64 @@ def step(worker: Worker, block: Block) -> None:
 
     dq = tensor_cores.accumulator(dq_product, (BLOCK, columns), worker.accumulators.dq[0])
     plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
-    tile_.add_dq(worker, block, chunk, dq)
+    tile_.add_dq(worker, block.q_base, block.head, chunk, dq)
     tensor_cores.wait(0)
     plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
+
+
+def _late_products(worker: Worker, block: Block, p: jax.Array, ds: jax.Array) -> None:
+    """dV and dK of this block, dQ of the one before: its dS has long come from both warpgroups."""
+    plan, (_, _, buffers, barriers), wg = worker.plan, worker.refs, worker.wg
+    tensor_cores = plan.tensor_cores
+    (chunk,) = plan.config.dq_chunks(wg, plan.shapes.head_dim)
+    barriers.ds.wait()
+    # What stood there both read for the last time before they showed their dS of the step before. It is stored before
+    # the turn, as the compiler would else leave the arithmetic for afterwards.
+    block.at(buffers.ds, block.parity, _own_keys(wg))[...] = ds
+    barriers.turns.wait(wg)
+
+    def products(acc: Ref) -> jax.Array:
+        _start_dq(worker, acc, block, 1 - block.parity)
+        tensor_cores.start(worker.dv, p, block.at(buffers.dout, block.dout_slot))
+        tensor_cores.start(worker.dk, ds, block.at(buffers.q, block.q_slot))
+        return tensor_cores.load(acc, pending=2)
+
+    dq = tensor_cores.accumulator(products, (BLOCK, chunk[2]), worker.accumulators.dq[0])
+    barriers.ds.show(tensor_cores.publish)
+    tile_.add_dq(worker, block.before, block.head, chunk, dq, block.first)
+    tensor_cores.wait(1)
+    plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
+    tensor_cores.wait(0)
+    plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
+
+
+def before_first(worker: Worker) -> None:
+    """Whatever stands where the first step looks for dS of the step before, both may read it."""
+    barriers = worker.refs.barriers
+    barriers.ds.show(worker.plan.tensor_cores.publish)
+    barriers.turns.wait(worker.wg)
+
+
+def last_dq(worker: Worker, last: Block) -> None:
+    """What `_late_products` leaves after the last block; last.first: there was none."""
+    tensor_cores, barriers = worker.plan.tensor_cores, worker.refs.barriers
+    (chunk,) = worker.plan.config.dq_chunks(worker.wg, worker.plan.shapes.head_dim)
+    barriers.turns.pass_on(worker.wg)
+    barriers.ds.wait()
+
+    def product(acc: Ref) -> jax.Array:
+        _start_dq(worker, acc, last, last.parity)
+        return tensor_cores.load(acc, pending=0)
+
+    dq = tensor_cores.accumulator(product, (BLOCK, chunk[2]), worker.accumulators.dq[0])
+    tile_.add_dq(worker, last.q_base, last.head, chunk, dq, last.first)
+
+
+def _start_dq(worker: Worker, acc: Ref, block: Block, parity: Any) -> None:
+    plan, buffers = worker.plan, worker.refs.buffers
+    ((row, column, columns),) = plan.config.dq_chunks(worker.wg, plan.shapes.head_dim)
+    ds = block.at(buffers.ds, parity, slice(None), pl.ds(row, BLOCK)).transpose((1, 0))
+    plan.tensor_cores.start(acc, ds, block.at(buffers.k, 0, slice(None), pl.ds(column, columns)))
 
 
 def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
@@ -65,6 +123,8 @@ def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
     def with_dp(s: Ref, dp: Ref) -> Any:
         dout = block.at(buffers.dout, block.dout_slot)
         tensor_cores.start(dp, block.at(buffers.v, 0, own), dout.transpose((1, 0)))
+        if barriers.turns is not None:
+            barriers.turns.pass_on(worker.wg)
         p, derivative = tile_.weights(worker, block, tile, tensor_cores.load(s, pending=1))
         # Only now, as registers are short.
         p, delta_slot = lax.optimization_barrier((p, block.dout_slot))
@@ -80,13 +140,19 @@ def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
 
 
 def store_tile(worker: Worker, dk: jax.Array, dv: jax.Array) -> None:
-    """dK and dV take the place of K and V in shared memory, once no warpgroup multiplies with K any more."""
+    """From buffers of their own; else dK and dV take the place of K and V in shared memory, once no warpgroup multiplies
+    with K any more."""
     plan, (_, outputs, buffers, _), item = worker.plan, worker.refs, worker.work.item
     own = _own_keys(worker.wg)
     keys = pl.ds(item.ki * plan.config.block_kv + worker.wg * BLOCK, BLOCK)
-    tile_.meet(worker.refs)
-    buffers.v[0, own] = dv.astype(plan.dtype)
-    buffers.k[0, own] = dk.astype(plan.dtype)
+    if plan.config.own_outputs:
+        dk_smem, dv_smem = buffers.dk, buffers.dv
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    else:
+        dk_smem, dv_smem = buffers.k, buffers.v
+        tile_.meet(worker.refs)
+    dv_smem[0, own] = dv.astype(plan.dtype)
+    dk_smem[0, own] = dk.astype(plan.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffers.v.at[0, own], outputs.dv.at[item.batch, keys, item.kv_head])
-    plgpu.copy_smem_to_gmem(buffers.k.at[0, own], outputs.dk.at[item.batch, keys, item.kv_head])
+    plgpu.copy_smem_to_gmem(dv_smem.at[0, own], outputs.dv.at[item.batch, keys, item.kv_head])
+    plgpu.copy_smem_to_gmem(dk_smem.at[0, own], outputs.dk.at[item.batch, keys, item.kv_head])

@@ -52,6 +52,8 @@ class Buffers(NamedTuple):
     dq: Ref | None  # [warpgroups, rows, columns], float32
     p: Ref | None  # [2, block_kv, block_q], where the warpgroups share the keys
     slopes: Ref | None  # likewise [block_kv, block_q], P before dropout times the derivative of the logits
+    dk: Ref | None  # [1, block_kv, H], if not in the place of K
+    dv: Ref | None  # [1, block_kv, Hv], if not in the place of V
     accumulators: Accumulators
 
 
@@ -74,6 +76,8 @@ class Barriers(NamedTuple):
     q: bar.Handshake  # with lse_log2 and m
     dout: bar.Handshake  # with delta
     meeting: bar.Meeting | bar.NamedMeeting  # of the compute warpgroups
+    ds: bar.Exchange | None  # between them, where dQ is late
+    turns: bar.Turns | bar.NamedTurns | None
 
 
 class Refs(NamedTuple):
@@ -116,6 +120,8 @@ class Block(NamedTuple):
     dout_slot: Any
     zero: jax.Array  # 0, which the compiler does not know
     masked: bool
+    before: jax.Array | None = None  # where the block of the step before begins, if dQ is late
+    first: jax.Array | None = None  # whether there was none
 
     def at(self, buffer: Ref, slot: Any, *rest: Any) -> Ref:
         """The buffer's part at a slot. The compiler must not know a slot that is the same in every step, or else it
@@ -140,6 +146,10 @@ class Plan:
     kv_len_if_cut = property(static_facts.kv_len_if_cut)
     scaled_only = property(static_facts.scaled_only)
     derivative = property(static_facts.derivative)
+
+    @property
+    def late_dq(self) -> bool:
+        return self.config.late_dq and self.sums_dq
 
     @property
     def slopes(self) -> bool:
@@ -183,6 +193,8 @@ def buffers(plan: Plan) -> Buffers:
         dq=memory.matrix((COMPUTE_WGS, BLOCK, columns), jnp.float32) if plan.sums_dq else None,
         p=tiles(2, shapes.value_head_dim) if config.shares_keys else None,
         slopes=memory.matrix((block_kv, block_q), plan.slopes_dtype) if plan.slopes else None,
+        dk=matrix((1, block_kv, shapes.head_dim)) if config.own_outputs else None,
+        dv=matrix((1, block_kv, shapes.value_head_dim)) if config.own_outputs else None,
         accumulators=Accumulators(
             scores=scratch(block_q),
             dp=scratch(block_q),
@@ -201,6 +213,8 @@ def barriers(plan: Plan) -> Barriers:
         q=_handshake_of_copies(config.num_stages, 3 if plan.any_logits else 2),
         dout=_handshake_of_copies(config.dout_stages, 2),
         meeting=plan.tensor_cores.meeting(COMPUTE_WGS),
+        ds=bar.exchange(COMPUTE_WGS) if plan.late_dq else None,
+        turns=plan.tensor_cores.turns(COMPUTE_WGS) if plan.late_dq else None,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -66,8 +67,10 @@ def dlogits(worker: Worker, block: Block, tile: TileScores, p: jax.Array, dp: ja
     return ds
 
 
-def add_dq(worker: Worker, block: Block, chunk: tuple[int, int, int], dq: jax.Array) -> None:
-    """Add one of this warpgroup's parts of a block of dQ to the sum in device memory."""
+def add_dq(
+    worker: Worker, q_base: Any, head: Any, chunk: tuple[int, int, int], dq: jax.Array, unless: Any = None
+) -> None:
+    """Add one of this warpgroup's parts of a block of dQ to the sum in device memory, but `unless` it is none."""
     plan, refs, wg, work, *_ = worker
     row, column, columns = chunk
     item = work.item
@@ -76,8 +79,12 @@ def add_dq(worker: Worker, block: Block, chunk: tuple[int, int, int], dq: jax.Ar
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last part's
     staged[...] = dq
     plgpu.commit_smem()
-    target = refs.inputs.dq.at[batch, pl.ds(block.q_base + row, BLOCK), block.head, pl.ds(column, columns)]
-    memory.add_matrix(staged, target, interpreted=plan.interpreted)
+
+    def add() -> None:
+        target = refs.inputs.dq.at[batch, pl.ds(q_base + row, BLOCK), head, pl.ds(column, columns)]
+        memory.add_matrix(staged, target, interpreted=plan.interpreted)
+
+    add() if unless is None else pl.when(jnp.logical_not(unless))(add)
 
 
 def add_dk(worker: Worker, block: Block, ds: Any, columns: Any = slice(None)) -> None:
