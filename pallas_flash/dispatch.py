@@ -49,22 +49,12 @@ class Entry[I: Candidate]:
 # In the order in which implementation=None tries them.
 TABLE: tuple[Entry[Implementation], ...] = (
     Entry(sm90, "fused kernels, forward and backward, for Hopper GPUs", capability=((9, 0), (10, 0))),
-    Entry(
-        sm80,
-        "fused kernels, forward and backward, for every GPU since Ampere: only by name, until they are measured on one",
-        capability=((8, 0), None),
-        automatic=False,
-    ),
+    Entry(sm80, "fused kernels, forward and backward, for every GPU since Ampere", capability=((8, 0), None)),
     Entry(xla, "runs on every device and takes every call; memory linear in the sequence length"),
     Entry(reference, "the meaning, at O(T S) memory: only by name", automatic=False),
 )
 DECODE_TABLE: tuple[Entry[DecodeImplementation], ...] = (
-    Entry(
-        sm90_decode,
-        "fused kernels that split the keys, for Hopper GPUs: only by name, until they have run on one",
-        capability=((9, 0), (10, 0)),
-        automatic=False,
-    ),
+    Entry(sm90_decode, "fused kernels that split the keys, for Hopper GPUs", capability=((9, 0), (10, 0))),
     Entry(xla_decode, "runs on every device and takes every call; memory linear in the cache's length"),
 )
 

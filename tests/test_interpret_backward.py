@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 CAUSAL = masks.Band(None, 0)
 COLUMNS = BackwardConfig()
 BY_ROWS = BackwardConfig(block_q=128)
+LATE = BackwardConfig(block_q=128, own_outputs=True, late_dq=True, num_ctas=2, head_group=2)
 SHARED = BackwardConfig(block_kv=64, dout_stages=1)
 QUERIES = QueriesConfig(num_ctas=2, head_group=2)
 TOLERANCE = 4e-3  # of bfloat16, relative to the gradient's norm
@@ -82,12 +83,12 @@ CASES = {
     "soft cap, sinks, float16, persistent, cut-off keys and queries": (
         AttentionSpec(0.125, soft_cap=3.0),
         operands_of(1, 133, 200, 2, 2, (64, 64), jnp.float16, sinks=jnp.array([0.5, -jnp.inf])),
-        dataclasses.replace(BY_ROWS, num_ctas=2, head_group=2),
+        LATE,
     ),
     "window, dead rows, head dims": (
         AttentionSpec(0.125, (masks.Band(20, -3),), q_offset=-10),
         operands_of(1, 200, 160, 1, 1, (24, 72)),
-        BY_ROWS,
+        LATE,
     ),
     "traced scale < 0 and offsets, prefix, chunks, lengths": (
         AttentionSpec(
