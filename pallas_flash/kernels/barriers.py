@@ -58,7 +58,7 @@ class Turns(NamedTuple):
         plgpu.barrier_wait(self.barriers.at[wg])
 
     def pass_on(self, wg: Any) -> None:
-        plgpu.barrier_arrive(self.barriers.at[lax.rem(wg + 1, jnp.int32(self.barriers.shape[0]))])
+        plgpu.barrier_arrive(self.barriers.at[lax.rem(jnp.int32(wg) + 1, jnp.int32(self.barriers.shape[0]))])
 
     def close(self, wg: Any) -> None:
         """The first one takes back the turn that nobody needs any more."""
@@ -76,10 +76,10 @@ class NamedTurns:
         pl.when(wg == self.wgs - 1)(lambda: self.pass_on(wg))
 
     def wait(self, wg: Any) -> None:
-        _named_barrier("sync", FIRST_TURN_BARRIER + wg, TURN_WGS)
+        _named_barrier("sync", FIRST_TURN_BARRIER + jnp.int32(wg), TURN_WGS)
 
     def pass_on(self, wg: Any) -> None:
-        _named_barrier("arrive", FIRST_TURN_BARRIER + lax.rem(wg + 1, jnp.int32(self.wgs)), TURN_WGS)
+        _named_barrier("arrive", FIRST_TURN_BARRIER + lax.rem(jnp.int32(wg) + 1, jnp.int32(self.wgs)), TURN_WGS)
 
     def close(self, wg: Any) -> None:
         pl.when(wg == 0)(lambda: self.wait(wg))
