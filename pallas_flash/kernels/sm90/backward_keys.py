@@ -140,8 +140,8 @@ def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
 
 
 def store_tile(worker: Worker, dk: jax.Array, dv: jax.Array) -> None:
-    """From buffers of their own; else dK and dV take the place of K and V in shared memory, once no warpgroup multiplies
-    with K any more."""
+    """From buffers of their own; else dK and dV take the place of K and V in shared memory, once no warpgroup
+    multiplies with K any more."""
     plan, (_, outputs, buffers, _), item = worker.plan, worker.refs, worker.work.item
     own = _own_keys(worker.wg)
     keys = pl.ds(item.ki * plan.config.block_kv + worker.wg * BLOCK, BLOCK)
