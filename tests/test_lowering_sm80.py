@@ -178,11 +178,10 @@ def test_a_config_names_what_is_wrong(make, wrong):
 
 
 @pytest.mark.parametrize(
-    ("capability", "reason"), [((7, 5), ">= 8.0"), ((8, 9), "only by name"), ((9, 0), "only by name"), (None, ">= 8.0")]
+    ("capability", "chosen"),
+    [((7, 5), "xla"), ((8, 0), "sm80"), ((8, 9), "sm80"), ((9, 0), "sm90"), ((12, 0), "sm80"), (None, "xla")],
 )
-def test_it_is_taken_by_name_only(capability, reason):
-    explanation = dispatch.explain(AttentionSpec(0.1), operands_of((64, 64)), capability)
-    verdict = next(verdict for verdict in explanation.verdicts if verdict.name == "sm80")
-    assert not verdict.chosen and reason in verdict.reason
+def test_it_is_the_choice_where_no_other_kernels_are(capability, chosen):
+    assert dispatch.explain(AttentionSpec(0.1), operands_of((64, 64)), capability).chosen == chosen
     by_name = dispatch.explain(AttentionSpec(0.1), operands_of((64, 64)), capability, "sm80")
     assert (by_name.chosen == "sm80") == (capability is not None and capability >= (8, 0))
