@@ -126,6 +126,23 @@ def rescaled(rescale: jax.Array, log2_alpha: jax.Array, out: jax.Array, sums: ja
     return out, sums
 
 
+def advance(
+    stats: RowStatistics,
+    scores: jax.Array,
+    out: jax.Array,
+    units: Units,
+    is_needed: Callable[[jax.Array], jax.Array],
+) -> tuple[RowStatistics, jax.Array, jax.Array]:
+    """One step over a tile of scores: the statistics with it, the tile's weights exp(scores - shift), and `out`, what
+    was summed up so far, under the new shift. is_needed: how far maxima have run ahead -> whether to rescale."""
+    m = jnp.maximum(maxima(scores, units), stats.m)
+    rescale = is_needed(ahead(m, stats.shift, units))
+    shift = lax.cond(rescale, lambda: m.max(axis=1), lambda: stats.shift)
+    out, sums = rescaled(rescale, units.log2(stats.shift - shift), out, stats.l)
+    p = probabilities(scores, shift, units)
+    return RowStatistics(m, shift, sums + fold(jnp.add, p)), p, out
+
+
 def soft_cap(scores: jax.Array, cap: float) -> jax.Array:
     """cap * tanh(scores / cap), through exp2: the hardware's own tanh is right to 11 bits only. Near 0, where that
     subtracts nearly equal numbers, by the first terms of the series."""

@@ -82,9 +82,9 @@ def num_splits(spec: DecodeSpec, operands: DecodeOperands, config: DecodeConfig)
 
 
 def decode_config(operands: DecodeOperands) -> DecodeConfig | None:
-    """The tuned entry of the nearest case that fits. All caches in 8 bits are one case."""
+    """The tuned entry of the nearest case that fits. Tables name what the cache holds, bfloat16 for float16 too."""
     shapes = operands.shapes
-    dtype = "int8" if operands.k.dtype.itemsize == 1 else operands.q.dtype.name
+    dtype = operands.k.dtype.name if operands.k.dtype.itemsize == 1 else "bfloat16"
     case = cache.Case(shapes.head_dim, shapes.value_head_dim, dtype, "decode")
     configs = (DecodeConfig(**entry) for entry in cache.nearest("sm90_decode", case))
     return next((config for config in configs if _shared_bytes(operands, config) <= MAX_SHARED_BYTES), None)

@@ -35,9 +35,7 @@ class DecodeConfig:
     min_keys_per_split: int = 256  # in a small batch into smaller ones, so that there is one for every CTA at once
     early_combine: bool = False  # launch the merging kernel while the splits run; it waits for them on the GPU
     by_warps: bool = True  # caches in 8 bits, up to 16 rows: each warp works on keys of its own
-    most_ctas: int = (
-        MOST_CTAS  # of an SM, as far as registers allow; more than run at once would leave some for the end
-    )
+    most_ctas: int = MOST_CTAS  # of an SM, as far as registers allow
     num_sms: int = SMS
 
     def __post_init__(self) -> None:
@@ -60,9 +58,17 @@ class DecodeConfig:
         """Into how many shares to cut each of `tiles` walks of up to so many keys: what fills the GPU once, or more
         where the shares would be long, as some sequence may be much longer than the others. rows: queries of a key
         head; results of shares stay small beside the keys that they are of."""
-        most = max(keys // self.min_keys_per_split, 1)
-        filling = min(ctas_per_sm * self.num_sms // tiles, most)
-        return max(filling, keys // max(self.keys_per_split, KEYS_PER_ROW * rows), 1)
+        at_once = ctas_per_sm * self.num_sms
+        filling = min(at_once // tiles, keys // self.min_keys_per_split)
+        of_bearable_length = keys // max(self.keys_per_split, KEYS_PER_ROW * rows)
+        if filling >= of_bearable_length:
+            return max(filling, 1)
+
+        def blocks_in_turn(splits: int) -> int:
+            """That the SMs work on one after the other: they should not wait for a last few CTAs."""
+            return -(-tiles * splits // at_once) * -(-keys // (splits * self.block_kv))
+
+        return min(range(of_bearable_length, of_bearable_length * 5 // 4 + 1), key=blocks_in_turn)
 
     def works_by_warps(self, rows: int, dtype: Any, cache_dtype: Any) -> bool:
         """rows: queries of a key head."""

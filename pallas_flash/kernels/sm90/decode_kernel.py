@@ -28,6 +28,7 @@ from pallas_flash.kernels import junk, matmul, memory, softmax, tile_function, t
 from pallas_flash.kernels.sm90 import decode_combine, decode_copies, decode_plan, decode_warps
 from pallas_flash.kernels.sm90.decode_config import ROWS, DecodeConfig, padded_head_dims
 from pallas_flash.kernels.sm90.decode_plan import Barriers, Buffers, Inputs, Outputs, Plan, Ref, Work, Worker
+from pallas_flash.kernels.sm90.decode_state import State, first_state
 from pallas_flash.kernels.tile_mask import line
 from pallas_flash.kernels.tile_scores import ScoreOperands
 from pallas_flash.spec import LN2
@@ -128,7 +129,7 @@ def _attend(worker: Worker, outputs: Outputs) -> None:
     def walk(acc: Ref) -> tuple[jax.Array, softmax.RowStatistics]:
         step = functools.partial(_step, worker, acc)
         masked = work.blocks.masked_steps
-        state = lax.fori_loop(0, masked, functools.partial(step, masked=True), decode_warps.first_state(worker))
+        state = lax.fori_loop(0, masked, functools.partial(step, masked=True), first_state(worker))
         state = lax.fori_loop(masked, work.blocks.steps, functools.partial(step, masked=False), state)
         return plan.tensor_cores.load(acc, pending=0), state.stats
 
@@ -137,10 +138,10 @@ def _attend(worker: Worker, outputs: Outputs) -> None:
     _store(worker, outputs, out, softmax.totals(stats))
 
 
-def _step(worker: Worker, acc: Ref, step: jax.Array, state: decode_warps.State, *, masked: bool) -> decode_warps.State:
+def _step(worker: Worker, acc: Ref, step: jax.Array, state: State, *, masked: bool) -> State:
     """S = Q K^T, the softmax, O += P V on one block."""
     plan, inputs, buffers, _, work = worker
-    tensor_cores, units = plan.tensor_cores, plan.units
+    tensor_cores = plan.tensor_cores
     keys, values = decode_copies.streams(worker)
     # What must come from device memory before a copy can start, or a block be worked on, comes a step early.
     next_k, next_v = (decode_copies.places(worker, step + stream.stages) for stream in (keys, values))
@@ -158,14 +159,9 @@ def _step(worker: Worker, acc: Ref, step: jax.Array, state: decode_warps.State, 
     if masked:
         scores = tile.masked(scores, None)
 
-    m = jnp.maximum(softmax.maxima(scores, units), state.stats.m)
-    rescale = tensor_cores.any(softmax.ahead(m, state.stats.shift, units) > plan.config.rescale_threshold)
-    shift = lax.cond(rescale, lambda: m.max(axis=1), lambda: state.stats.shift)
-    log2_alpha = units.log2(state.stats.shift - shift)
-    out, sums = softmax.rescaled(rescale, log2_alpha, tensor_cores.load(acc, pending=0), state.stats.l)
+    out = tensor_cores.load(acc, pending=0)
+    stats, p, out = softmax.advance(state.stats, scores, out, plan.units, plan.must_rescale)
     tensor_cores.store(acc, out)
-    p = softmax.probabilities(scores, shift, units)
-    sums += softmax.fold(jnp.add, p)
     if state.v_scale is not None:
         v_scale = decode_copies.spread(state.v_scale, buffers.scales.at[1], plan.config.block_kv)
         scaled = p * softmax.columns_like(v_scale, p)
@@ -179,7 +175,7 @@ def _step(worker: Worker, acc: Ref, step: jax.Array, state: decode_warps.State, 
     tensor_cores.start(acc, p16, v)
     tensor_cores.wait(0)
     decode_copies.copy(worker, values, step + values.stages, next_v)
-    return decode_warps.State(softmax.RowStatistics(m, shift, sums), k_scale, v_scale)
+    return State(stats, k_scale, v_scale)
 
 
 def _landed(worker: Worker, stream: decode_copies.Stream, converted: Ref | None, step: jax.Array) -> Ref:

@@ -181,6 +181,9 @@ class Plan:
             return softmax.Units(1.0, LOG2E)
         return softmax.Units(self.spec.scale * LOG2E if self.raw_scores else LOG2E)
 
+    def must_rescale(self, ahead: jax.Array) -> jax.Array:
+        return self.tensor_cores.any(ahead > self.config.rescale_threshold)
+
     def walk(self, length: Any, q_offset: Any, qi: Any) -> Blocks:
         """All key blocks of a tile of query rows, from scalars."""
         block, group = self.config.block_kv, self.shapes.q_heads_per_kv_head

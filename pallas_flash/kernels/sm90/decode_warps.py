@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,26 +20,9 @@ from pallas_flash.kernels import softmax, warp_products
 from pallas_flash.kernels.sm90 import decode_copies
 from pallas_flash.kernels.sm90.decode_config import MERGED_COLUMNS, ROWS
 from pallas_flash.kernels.sm90.decode_plan import Worker
+from pallas_flash.kernels.sm90.decode_state import State, first_state, tile_of
 
 Ref = Any
-
-
-class State(NamedTuple):
-    """Between two key blocks; O's accumulator stands apart."""
-
-    stats: softmax.RowStatistics
-    k_scale: jax.Array | None  # of the next block
-    v_scale: jax.Array | None
-
-
-def first_state(worker: Worker) -> State:
-    rows = plgpu.layout_cast(jnp.full((ROWS,), softmax.NO_MAXIMUM, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-    part = functools.partial(_tile, softmax.COLUMNS)
-    stats = softmax.RowStatistics(part(softmax.NO_MAXIMUM), rows, part(0.0))
-    scales = (
-        decode_copies.scale(worker, source, jnp.int32(0)) for source in (worker.inputs.k_scale, worker.inputs.v_scale)
-    )
-    return State(stats, *scales)
 
 
 def attend(worker: Worker) -> tuple[jax.Array, softmax.RowTotals]:
@@ -48,14 +31,10 @@ def attend(worker: Worker) -> tuple[jax.Array, softmax.RowTotals]:
     queries = plan.warp_products.queries(buffers.q.at[0])
     step = functools.partial(_step, worker, queries)
     masked = work.blocks.masked_steps
-    state = _tile(plan.shapes.value_head_dim, 0.0), first_state(worker)
+    state = tile_of(plan.shapes.value_head_dim, 0.0), first_state(worker)
     state = lax.fori_loop(0, masked, functools.partial(step, masked=True), state)
     out, state = lax.fori_loop(masked, work.blocks.steps, functools.partial(step, masked=False), state)
     return _gathered(worker, plan.warp_products.in_order(out), softmax.totals(state.stats))
-
-
-def _tile(columns: int, value: float) -> jax.Array:
-    return plgpu.layout_cast(jnp.full((ROWS, columns), value, jnp.float32), plgpu.Layout.WGMMA)
 
 
 def _step(
@@ -64,7 +43,7 @@ def _step(
     """As in decode_kernel.py, of each warp."""
     plan, inputs, _, _, work = worker
     out, state = carry
-    products, units = plan.warp_products, plan.units
+    products = plan.warp_products
     keys, values = decode_copies.streams(worker)
     next_k, next_v = (decode_copies.places(worker, step + stream.stages) for stream in (keys, values))
 
@@ -77,13 +56,7 @@ def _step(
     if masked:
         scores = tile.masked(scores, None)
 
-    m = jnp.maximum(softmax.maxima(scores, units), state.stats.m)
-    rescale = plan.tensor_cores.any(softmax.ahead(m, state.stats.shift, units) > plan.config.rescale_threshold)
-    shift = lax.cond(rescale, lambda: m.max(axis=1), lambda: state.stats.shift)
-    log2_alpha = units.log2(state.stats.shift - shift)
-    out, sums = softmax.rescaled(rescale, log2_alpha, out, state.stats.l)
-    p = softmax.probabilities(scores, shift, units)
-    sums += softmax.fold(jnp.add, p)
+    stats, p, out = softmax.advance(state.stats, scores, out, plan.units, plan.must_rescale)
     scaled = _scaled(worker, p, state.v_scale)
     p = jnp.where(p > 0, scaled, 0.0) if masked and state.v_scale is not None else scaled  # a hidden key's may be NaN
     v_scale = decode_copies.scale(worker, inputs.v_scale, step + 1)
@@ -92,7 +65,7 @@ def _step(
     out = products.add(out, p.astype(plan.weights_dtype), _landed(values, step), seen)
     decode_copies.copy(worker, keys, step + keys.stages, next_k)
     decode_copies.copy(worker, values, step + values.stages, next_v)
-    return out, State(softmax.RowStatistics(m, shift, sums), k_scale, v_scale)
+    return out, State(stats, k_scale, v_scale)
 
 
 def _landed(stream: decode_copies.Stream, step: jax.Array) -> Ref:
