@@ -62,7 +62,10 @@ def test_traffic_as_counted(tmp_path, ncu_on_path, capsys):
         "sm90",
         "reference",
     ]
-    assert command_line.main([*command, "--output", str(tmp_path), "--force-tiles", "--passes", "forward"]) == 0
+    assert (
+        command_line.main([*command, "--output", str(tmp_path), "--force-tiles", "--passes", "forward", "--jobs", "3"])
+        == 0
+    )
     (file,) = tmp_path.glob("traffic-*.json")
     content = results.read(file)
     first = content["rows"][0]

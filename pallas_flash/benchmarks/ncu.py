@@ -3,13 +3,18 @@
 ncu starts a program of its own; run as a module, this is that program: it compiles a workload, checks the results, and
 then runs it once more between the two calls that tell ncu to look. ncu empties the caches before each kernel, so what
 one kernel leaves in the L2 for the next is counted twice, for every implementation alike.
+
+The counters are those of the whole GPU. Several programs may compile side by side, as they do not use the GPU for that
+(XLA tunes nothing here), but only the one that holds the lock, a file, computes.
 """
 
 from __future__ import annotations
 
 import csv
 import ctypes
+import fcntl
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -42,8 +47,9 @@ def obstacle() -> str | None:
     return None if shutil.which("ncu") else "Nsight Compute's ncu is not on the PATH"
 
 
-def count(workload: Workload, implementation: str, kind: str) -> list[Kernel]:
-    """All kernels of a program, in order. RuntimeError with the reason if it failed or its results are wrong."""
+def count(workload: Workload, implementation: str, kind: str, lock: Path) -> list[Kernel]:
+    """All kernels of a program, in order. lock: a file, the same for all that may run at a time. RuntimeError with the
+    reason if it failed or its results are wrong."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [
@@ -57,9 +63,14 @@ def count(workload: Workload, implementation: str, kind: str) -> list[Kernel]:
             ",".join((READ, WRITTEN, TIME)),
         ]
         command += ["--profile-from-start", "off", "--clock-control", "none"]
-        command += [sys.executable, "-m", "pallas_flash.benchmarks.ncu", workload.name, implementation, kind]
+        command += [sys.executable, "-m", "pallas_flash.benchmarks.ncu", workload.name, implementation, kind, str(lock)]
+        flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+        # ncu has a lock of its own in TMPDIR.
+        own = {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TMPDIR": folder}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=os.environ | own
+            )
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(f"not done after {TIMEOUT} s") from error
         said = log.read_text() if log.is_file() else ""
@@ -87,7 +98,7 @@ def parse(text: str) -> list[Kernel]:
     ]
 
 
-def _main(workload_name: str, implementation: str, kind: str) -> None:
+def _main(workload_name: str, implementation: str, kind: str, lock: str) -> None:
     import jax
 
     from pallas_flash.benchmarks import cases, check, peers, programs, tiles
@@ -95,8 +106,12 @@ def _main(workload_name: str, implementation: str, kind: str) -> None:
     (workload,) = cases.select([workload_name], cases.WORKLOADS)
     known = (*peers.all_peers(), *(peer for passed in tiles.TILES for peer in tiles.peers(passed)))
     (peer,) = peers.select([implementation], known)
+    shapes = jax.eval_shape(lambda: cases.make_inputs(workload, 0))
+    program = programs.lower(workload, peer, kind, [shapes])()
+    held = os.open(lock, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)  # until the process ends: then its memory is free
     inputs = cases.make_inputs(workload, 0)
-    program = programs.lower(workload, peer, kind, [inputs])()
+    program = program._replace(arguments=[programs.arguments_of(inputs)])
     errors = check.relative_errors(program.run(), check.expected(workload, inputs))
     if over := check.too_large(errors, workload.dtype):
         sys.exit(f"relative error over budget: {over}")

@@ -73,7 +73,7 @@ def lower(workload: Workload, peer: Peer, kind: str, sets: list[Inputs]) -> Call
     may run in a thread. For the backward pass alone it also runs the forward pass once for each set of inputs."""
     assert peer.attend is not None, "PyTorch is not lowered here"
     attend = peer.attend(workload)
-    arguments = [(i.q, i.k, i.v, i.dout, i.packing) for i in sets]
+    arguments = [arguments_of(inputs) for inputs in sets]
 
     def forward(q: Any, k: Any, v: Any, dout: Any, packing: Any) -> Any:
         return attend(q, k, v, packing)
@@ -97,6 +97,11 @@ def lower(workload: Workload, peer: Peer, kind: str, sets: list[Inputs]) -> Call
     saved = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first.out_info)
     backward = jax.jit(lambda pull, dout: pull(dout)).lower(saved, sets[0].dout)
     return partial(_finish_backward, first.lower(), backward, arguments)
+
+
+def arguments_of(inputs: Inputs) -> tuple[Any, ...]:
+    """Of a program forward or forward + backward."""
+    return inputs.q, inputs.k, inputs.v, inputs.dout, inputs.packing
 
 
 def finish(lowered: Any, arguments: list[tuple[Any, ...]], results: Callable[[Any], Any]) -> Program:

@@ -8,8 +8,13 @@ serves the repeats of a stream, so that device memory sees between the least pos
 
 from __future__ import annotations
 
+import itertools
 import math
+import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pallas_flash.benchmarks import ncu, results
@@ -89,8 +94,10 @@ def measure(
     passes: Sequence[str],
     file: results.ResultsFile,
     show: Callable[[dict[str, Any]], None],
+    jobs: int = 1,
 ) -> None:
-    """Count the bytes of each program, one process each; the file is whole after each row."""
+    """Count the bytes of each program, one process each; the file is whole after each row. jobs: how many compile side
+    by side."""
     content: dict[str, Any] = {
         "schema": results.SCHEMA,
         "kind": KIND,
@@ -101,13 +108,15 @@ def measure(
         "rows": [],
     }
     file.write(content)
-    for workload in workloads:
-        for passed in passes:
-            for peer in peers:
-                row = _row(workload, peer, passed)
+    wanted = zip(*itertools.product(workloads, passes, peers), strict=True)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        try:
+            for row in pool.map(partial(_row, Path(folder) / "lock"), *wanted):
                 content["rows"].append(row)
                 file.write(content)
                 show(row)
+        finally:  # of an interruption
+            pool.shutdown(cancel_futures=True)
 
 
 def _by_formula(workload: Workload, passes: Sequence[str]) -> dict[str, Any]:
@@ -123,12 +132,12 @@ def _by_formula(workload: Workload, passes: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(workload, name) for name in names} | {"formula": each}
 
 
-def _row(workload: Workload, peer: Peer, passed: str) -> dict[str, Any]:
+def _row(lock: Path, workload: Workload, passed: str, peer: Peer) -> dict[str, Any]:
     row: dict[str, Any] = {"workload": workload.name, "implementation": peer.name, "pass": passed}
     if peer.tile is not None:
         row["tile"] = list(peer.tile)
     try:
-        counted = ncu.count(workload, peer.name, passed)
+        counted = ncu.count(workload, peer.name, passed, lock)
     except RuntimeError as error:  # a row of the table
         return row | {"status": "failed", "reason": str(error)}
     sums = {name: sum(getattr(kernel, name) for kernel in counted) for name in ("read", "written", "ms")}
