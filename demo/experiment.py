@@ -1,10 +1,11 @@
-"""The whole job: train with each attention, measure what each costs, and save after every part."""
+"""The whole job: measure what each attention costs, train with each, and save after every part."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import platform
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -13,63 +14,160 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from demo import comparison, tasks
+from demo import attentions, comparison, tasks
+from demo.compiling import Compiler
 from demo.console import TrainingProgress
 from demo.options import Options, make_run
 from demo.run_folder import RESULTS, RunFolder
 from demo.stop import StopRequest
 from demo.training import Checkpoints, Evaluation, Run, Trained, evaluate, train
+from models.config import CUDNN
 from models.generate import generate
+from pallas_flash.benchmarks.environment import facts
 
 PROMPT_BYTES, SAMPLE_BYTES = 64, 256
 
 
-def work(
-    options: Options,
-    task: tasks.Task,
-    folder: RunFolder,
-    checkpoint_every: int,
-    results: dict[str, Any],
-    console: Console,
-    stop: StopRequest,
-) -> None:
-    """Train and compare, saving `results` after each part; parts that they hold already are not done again."""
-    runs = {name: make_run(options, task, name) for name in options.implementation}
-    results["environment"] = environment()
-    results["options"] = dataclasses.asdict(options)
-    results["model"] = describe_model(next(iter(runs.values())), options.seq_len)
-    results["uses"] = {name: comparison.chosen_implementation(run) for name, run in runs.items()}
-    trainings = results.setdefault("training", {})
-    costs = results.setdefault("costs", [])
-    longest = results.setdefault("longest", [])
-    for name, run in runs.items():
-        if stop.signal is None and trainings.get(name, {}).get("status", "interrupted") == "interrupted":
-            trainings[name] = train_one(name, run, options, folder, checkpoint_every, console, stop)
-            folder.write_json(RESULTS, results)
-    for seq_len in options.lengths:
-        for name, run in runs.items():
-            if stop.signal is None and (name, seq_len) not in {(c["implementation"], c["seq_len"]) for c in costs}:
-                console.print(f"measuring a training step: {name}, {seq_len} tokens", highlight=False)
-                costs.append(dataclasses.asdict(comparison.measure(name, run, seq_len, options.budget_bytes)))
-                folder.write_json(RESULTS, results)
-    for name, run in runs.items():
-        if options.longest and stop.signal is None and name not in {found["implementation"] for found in longest}:
-            console.print(f"searching for the longest sequence within the budget: {name}", highlight=False)
-            measured = [comparison.Cost(**cost) for cost in costs if cost["implementation"] == name]
-            found = comparison.longest_sequence(name, run, options.budget_bytes, measured)
-            longest.append(dataclasses.asdict(found))
-            folder.write_json(RESULTS, results)
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A run at work. `results` is saved after each part; parts that it holds already are not done again."""
+
+    options: Options
+    task: tasks.Task
+    folder: RunFolder
+    checkpoint_every: int
+    results: dict[str, Any]
+    console: Console
+    stop: StopRequest
+
+    @functools.cached_property
+    def runs(self) -> dict[str, Run]:
+        return {name: make_run(self.options, self.task, name) for name in self.options.implementation}
+
+    def work(self) -> None:
+        """Measure what a step costs, train, and search for the longest sequence: while nothing has been trained, the
+        peaks of the allocator are those of the single steps."""
+        results = self.results
+        results["options"] = dataclasses.asdict(self.options)
+        results.setdefault("environments", [])
+        results.setdefault("model", describe_model(next(iter(self.runs.values())), self.options.seq_len))
+        results.setdefault("uses", {name: attentions.chosen(run) for name, run in self.runs.items()})
+        results.setdefault("training", {})
+        results.setdefault("costs", [])
+        results.setdefault("longest", [])
+        with Compiler(self.stop) as compiler:
+            self._measure_costs(compiler)
+            self._train(compiler)
+            self._search(compiler)
+
+    def _save(self) -> None:
+        """After something new was found out here."""
+        if (here := environment()) not in self.results["environments"]:
+            self.results["environments"].append(here)
+        self.folder.write_json(RESULTS, self.results)
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def _measure_costs(self, compiler: Compiler) -> None:
+        """Compile all first, for compiling would disturb the times; then run them by growing need of memory."""
+        order = [(seq_len, name) for seq_len in self.options.lengths for name in self.runs]
+        saved = {(cost["seq_len"], cost["implementation"]) for cost in self.results["costs"]}
+        jobs = {key: self._compilation(compiler, key[1], 1, key[0]) for key in order if key not in saved}
+        if jobs:
+            self._say(f"compiling {len(jobs)} training steps: {', '.join(self.runs)}; one sequence of "
+                      f"{', '.join(map(str, self.options.lengths))} tokens")  # fmt: skip
+
+        def save(cost: comparison.Cost) -> None:
+            self.results["costs"].append(dataclasses.asdict(cost))
+            self.results["costs"].sort(key=lambda cost: order.index((cost["seq_len"], cost["implementation"])))
+            self._save()
+
+        ready: list[tuple[comparison.Cost, jax.stages.Compiled]] = []
+        for (seq_len, name), program in compiler.each(jobs):
+            cost = comparison.cost_as_compiled(name, seq_len, program, self.options.budget_bytes)
+            if program is None or cost.status != comparison.MEASURED:
+                save(cost)
+            else:
+                ready.append((cost, program))
+        for cost, program in sorted(ready, key=lambda item: (item[0].total_bytes, order.index(_key(item[0])))):
+            if self.stop.signal is None:
+                self._say(f"measuring a training step: {cost.implementation}, {cost.seq_len} tokens")
+                save(comparison.measured(self.runs[cost.implementation], cost, program))
+
+    def _train(self, compiler: Compiler) -> None:
+        trainings, size = self.results["training"], (self.options.batch_size, self.options.seq_len)
+        pending = [name for name in self.runs if trainings.get(name, {}).get("status") in (None, "interrupted")]
+        if pending:
+            self._say(f"compiling the training: {', '.join(pending)}")
+        jobs = {name: self._compilation(compiler, name, *size) for name in pending}
+        programs = dict(compiler.each(jobs))
+        for name in pending:
+            if self.stop.signal is None:
+                trainings[name] = self._train_one(name, programs.pop(name))
+                self._save()
+
+    def _search(self, compiler: Compiler) -> None:
+        found = {longest["implementation"] for longest in self.results["longest"]}
+        pending = [name for name in self.runs if name not in found] if self.options.longest else []
+        if pending:
+            self._say(f"searching for the longest sequence within the budget: {', '.join(pending)}")
+        for _, longest in compiler.each({name: self._search_for(compiler, name) for name in pending}):
+            self.results["longest"].append(dataclasses.asdict(longest))
+            self.results["longest"].sort(key=lambda found: list(self.runs).index(found["implementation"]))
+            self._save()
+
+    def _compilation(
+        self, compiler: Compiler, name: str, batch_size: int, seq_len: int
+    ) -> Callable[[], jax.stages.Compiled | None]:
+        """A job for the compiler."""
+        step = functools.partial(compiler.step, self.runs[name], batch_size, seq_len)
+        return lambda: comparison.compiled_or_none(step)
+
+    def _search_for(self, compiler: Compiler, name: str) -> Callable[[], comparison.Longest]:
+        known = [comparison.Cost(**cost) for cost in self.results["costs"] if cost["implementation"] == name]
+
+        def memory_of(seq_len: int) -> comparison.Memory | None:
+            program = self._compilation(compiler, name, 1, seq_len)()
+            return comparison.memory(program) if program else None
+
+        budget = self.options.budget_bytes
+        return lambda: comparison.longest_sequence(name, self.runs[name], budget, known, memory_of)
+
+    def _train_one(self, name: str, program: jax.stages.Compiled | None) -> dict[str, Any]:
+        """Train and evaluate with one attention; running out of memory is a result, not an error."""
+        run, options = self.runs[name], self.options
+        if program is None:
+            return {"status": comparison.OUT_OF_MEMORY, "steps": 0, "losses": []}
+        memory = comparison.memory(program)
+        if memory.total > options.budget_bytes:
+            return {"status": comparison.OVER_BUDGET, "total_bytes": memory.total, "steps": 0, "losses": []}
+        tokens = options.batch_size * options.seq_len
+        try:
+            with (
+                closing(Checkpoints(self.folder.checkpoints(name))) as checkpoints,
+                TrainingProgress(self.console, name, steps=options.steps, tokens_per_step=tokens) as progress,
+            ):
+                every = self.checkpoint_every
+                trained = train(run, program, checkpoints, checkpoint_every=every, stop=self.stop, progress=progress)
+            evaluation = None if trained.stopped else evaluate(run, trained.state.params)
+            outcome = training_outcome(run, trained, evaluation)
+            if evaluation and isinstance(run.task, tasks.Text) and name == options.implementation[-1]:
+                outcome["sample"] = sample(run, run.task, trained.state.params)
+            return outcome
+        except jax.errors.JaxRuntimeError as error:
+            if not comparison.is_out_of_memory(error):
+                raise
+            return {"status": comparison.OUT_OF_MEMORY, "steps": 0, "losses": []}
 
 
-def environment() -> dict[str, str]:
+def _key(cost: comparison.Cost) -> tuple[int, str]:
+    return cost.seq_len, cost.implementation
+
+
+def environment() -> dict[str, Any]:
     """Where the numbers come from."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "machine": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-    }
+    return {**facts(), "flax": flax.__version__}
 
 
 def describe_model(run: Run, seq_len: int) -> dict[str, Any]:
@@ -79,33 +177,6 @@ def describe_model(run: Run, seq_len: int) -> dict[str, Any]:
         "flops_per_token": run.config.flops_per_token(seq_len),
         **{name: getattr(run.config, name) for name in ("num_layers", "hidden_dim", "num_q_heads", "num_kv_heads")},
     }
-
-
-def train_one(
-    name: str, run: Run, options: Options, folder: RunFolder, checkpoint_every: int, console: Console, stop: StopRequest
-) -> dict[str, Any]:
-    """Train and evaluate with one attention; running out of memory is a result, not an error."""
-    try:
-        console.print(f"[bold]{name}[/]: compiling the training step", highlight=False)
-        program = run.compile_step(options.batch_size, options.seq_len)
-        memory = comparison.memory(program)
-        if memory.total > options.budget_bytes:
-            return {"status": comparison.OVER_BUDGET, "total_bytes": memory.total, "steps": 0, "losses": []}
-        tokens = options.batch_size * options.seq_len
-        with (
-            closing(Checkpoints(folder.checkpoints(name))) as checkpoints,
-            TrainingProgress(console, name, steps=options.steps, tokens_per_step=tokens) as progress,
-        ):
-            trained = train(run, program, checkpoints, checkpoint_every=checkpoint_every, stop=stop, progress=progress)
-        evaluation = None if trained.stopped else evaluate(run, trained.state.params)
-        outcome = training_outcome(run, trained, evaluation)
-        if evaluation and isinstance(run.task, tasks.Text) and name == options.implementation[-1]:
-            outcome["sample"] = sample(run, run.task, trained.state.params)
-        return outcome
-    except jax.errors.JaxRuntimeError as error:
-        if not comparison.is_out_of_memory(error):
-            raise
-        return {"status": comparison.OUT_OF_MEMORY, "steps": 0, "losses": []}
 
 
 def training_outcome(run: Run, trained: Trained, evaluation: Evaluation | None) -> dict[str, Any]:
@@ -128,7 +199,10 @@ def training_outcome(run: Run, trained: Trained, evaluation: Evaluation | None) 
 
 
 def sample(run: Run, task: tasks.Text, params: Any) -> dict[str, str]:
-    """How the trained model continues the beginning of the validation text."""
+    """How the trained model continues the beginning of the validation text: with a cache, so by flash_attention where
+    the training was by cuDNN."""
+    if run.config.attention == CUDNN:
+        run = dataclasses.replace(run, config=dataclasses.replace(run.config, attention=None))
     prompt = task.prompt(min(PROMPT_BYTES, task.seq_len))
     key = jax.random.key(run.seed)
     new = generate(

@@ -205,14 +205,14 @@ def test_an_earlier_run_is_neither_mixed_nor_destroyed(
 def test_out_of_memory_in_the_reference_is_a_row_and_not_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_step = Run.compile_step
+    lower_step = Run.lower_step
 
     def without_memory(run: Run, batch_size: int, seq_len: int):
         if run.config.attention == "reference":
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
-        return compile_step(run, batch_size, seq_len)
+        return lower_step(run, batch_size, seq_len)
 
-    monkeypatch.setattr(Run, "compile_step", without_memory)
+    monkeypatch.setattr(Run, "lower_step", without_memory)
     assert demo(*SMALL, "--no-longest", "--lengths", "16", "--output", tmp_path) == 0
     found = results(tmp_path)
     assert {name: t["status"] for name, t in found["training"].items()} == {
@@ -524,39 +524,36 @@ def test_other_runtime_errors_are_not_taken_for_lack_of_memory() -> None:
 # The search for the longest sequence, and the figures -----------------------------------------------------------------
 
 
-def search(patch: pytest.MonkeyPatch, memory: Callable[[int], int | None], budget: int, *measured: int):
+def search(memory: Callable[[int], int | None], budget: int, *measured: int) -> comparison.Longest:
     """The search for a program whose memory is a function of its length; None: the device has too little."""
 
-    def compiled(_: Run, seq_len: int) -> comparison.Memory | None:
+    def memory_of(seq_len: int) -> comparison.Memory | None:
         return None if (total := memory(seq_len)) is None else comparison.Memory(0, total)
 
-    patch.setattr(comparison, "compiled_memory", compiled)
-    rows = [comparison.Cost("flash", n, comparison.MEASURED, 0, memory(n), 0.1) for n in measured]
-    return comparison.longest_sequence("flash", recall_run("flash"), budget, rows)
+    rows = [comparison.Cost("flash", n, comparison.MEASURED, 0, memory(n)) for n in measured]
+    return comparison.longest_sequence("flash", recall_run("flash"), budget, rows, memory_of)
 
 
 @pytest.mark.parametrize("measured", [(), (64,), (64, 128), (512, 1024, 2048, 4096), (1000, 3000)])
 @pytest.mark.parametrize("quadratic", [0, 20])
-def test_the_longest_sequence_is_found_with_few_compilations(
-    quadratic: int, measured: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_longest_sequence_is_found_with_few_compilations(quadratic: int, measured: tuple[int, ...]) -> None:
     def memory(seq_len: int) -> int:
         return 10**6 + 10_000 * seq_len + quadratic * seq_len**2
 
-    found = search(monkeypatch, memory, 2**31, *measured)
+    found = search(memory, 2**31, *measured)
     assert len(found.compiled) <= comparison.MAX_COMPILATIONS
     assert found.too_long == 2 * found.seq_len
     assert memory(found.seq_len) <= 2**31 < memory(2 * found.seq_len) == found.too_long_bytes
 
 
-def test_a_search_ends_at_both_ends_of_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    none = search(monkeypatch, lambda _: 100, 10, 16)
+def test_a_search_ends_at_both_ends_of_what_is_tried() -> None:
+    none = search(lambda _: 100, 10, 16)
     assert (none.seq_len, none.too_long) == (0, 1)
-    short = search(monkeypatch, lambda n: n if n < 8 else None, 100, 4)
+    short = search(lambda n: n if n < 8 else None, 100, 4)
     assert (short.seq_len, short.too_long, short.too_long_bytes) == (4, 8, None)
-    nothing = search(monkeypatch, lambda _: None, 100)
+    nothing = search(lambda _: None, 100)
     assert (nothing.seq_len, nothing.too_long_bytes, len(nothing.compiled)) == (0, None, comparison.MAX_COMPILATIONS)
-    everything = search(monkeypatch, lambda n: n, 2**40, 1024, 2048)
+    everything = search(lambda n: n, 2**40, 1024, 2048)
     assert (everything.seq_len, everything.too_long) == (comparison.LONGEST_TRIED, None)
 
 
