@@ -21,8 +21,8 @@ TASK_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # Where a model takes a GPU to train: for all presets but tiny, on one that is large enough.
 LARGE_TASK_DEFAULTS: dict[str, dict[str, Any]] = {
-    "recall": {"seq_len": 128, "batch_size": 64, "steps": 1000},
-    "copy": {"seq_len": 128, "batch_size": 64, "steps": 1000},
+    "recall": {"seq_len": 64, "batch_size": 256, "steps": 1000},
+    "copy": {"seq_len": 64, "batch_size": 256, "steps": 1000},
     "text": {"seq_len": 1024, "batch_size": 16, "steps": 1000},
 }
 LARGE_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
