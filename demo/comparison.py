@@ -24,6 +24,7 @@ FIRST_TRIED = 1024  # where nothing is measured
 SINGLE_STEP = 16
 MAX_COMPILATIONS = 5  # of a search: long programs take seconds to compile
 DEFAULT_CPU_BUDGET = 2 * 2**30
+UNTUNED = {"xla_gpu_autotune_level": 0}  # compiler options, for a program that is not run: nothing is tried out
 
 
 class Memory(NamedTuple):
@@ -107,6 +108,21 @@ def measured(run: Run, cost: Cost, program: jax.stages.Compiled) -> Cost:
     after = peak_bytes()
     risen = after is not None and (before is None or after > before)
     return dataclasses.replace(cost, seconds=seconds, peak_bytes=after if risen else None)
+
+
+def in_batches(costs: Sequence[Cost]) -> list[list[Cost]]:
+    """By growing need of memory, those together that need less than twice what the first of them does.
+
+    Compiling for a GPU tries algorithms out, with operands that the allocator counts: a few of a program's arrays, far
+    less than half of what it needs in all. Who compiles a batch and runs it before the next one sees no peak of that.
+    """
+    batches: list[list[Cost]] = []
+    for cost in sorted(costs, key=lambda cost: cost.total_bytes or 0):
+        if batches and (cost.total_bytes or 0) < 2 * (batches[-1][0].total_bytes or 0):
+            batches[-1].append(cost)
+        else:
+            batches.append([cost])
+    return batches
 
 
 def peak_bytes() -> int | None:

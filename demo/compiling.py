@@ -45,13 +45,16 @@ class Compiler:
         self._left = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def step(self, run: Run, batch_size: int, seq_len: int) -> jax.stages.Compiled:
-        """The compiled training step. In the threads of `each`."""
+    def lower(self, run: Run, batch_size: int, seq_len: int) -> jax.stages.Lowered:
+        """The training step, to be compiled. In the threads of `each`."""
         with self._turn:
             if self._left or self._stop.signal is not None:
                 raise StoppedError
-            lowered = run.lower_step(batch_size, seq_len)
-        return lowered.compile()
+            return run.lower_step(batch_size, seq_len)
+
+    def step(self, run: Run, batch_size: int, seq_len: int) -> jax.stages.Compiled:
+        """Likewise, compiled."""
+        return self.lower(run, batch_size, seq_len).compile()
 
     def each[Key, Result](self, jobs: dict[Key, Callable[[], Result]]) -> Iterator[tuple[Key, Result]]:
         """Run all in threads; the results as they come, none after a signal. What a job raises is raised here."""

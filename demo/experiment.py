@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -26,6 +26,13 @@ from models.generate import generate
 from pallas_flash.benchmarks.environment import facts
 
 PROMPT_BYTES, SAMPLE_BYTES = 64, 256
+
+
+class Probe(NamedTuple):
+    """A first look at a training step on one sequence."""
+
+    cost: comparison.Cost  # as compiled
+    compile: Callable[[], jax.stages.Compiled | None]  # to be run; None where the compiler has too little memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,30 +77,47 @@ class Experiment:
         self.console.print(text, highlight=False, markup=False)
 
     def _measure_costs(self, compiler: Compiler) -> None:
-        """Compile all first, for compiling would disturb the times; then run them by growing need of memory."""
+        """Find out what each step needs; then, by growing need, compile and run batch after batch, never both at once,
+        for compiling would disturb the times."""
         order = [(seq_len, name) for seq_len in self.options.lengths for name in self.runs]
         saved = {(cost["seq_len"], cost["implementation"]) for cost in self.results["costs"]}
-        jobs = {key: self._compilation(compiler, key[1], 1, key[0]) for key in order if key not in saved}
+        jobs = {key: self._probe(compiler, *key) for key in order if key not in saved}
         if jobs:
-            self._say(f"compiling {len(jobs)} training steps: {', '.join(self.runs)}; one sequence of "
-                      f"{', '.join(map(str, self.options.lengths))} tokens")  # fmt: skip
+            self._say(f"compiling {len(jobs)} training steps on one sequence: {', '.join(self.runs)}")
 
         def save(cost: comparison.Cost) -> None:
             self.results["costs"].append(dataclasses.asdict(cost))
             self.results["costs"].sort(key=lambda cost: order.index((cost["seq_len"], cost["implementation"])))
             self._save()
 
-        ready: list[tuple[comparison.Cost, jax.stages.Compiled]] = []
-        for (seq_len, name), program in compiler.each(jobs):
+        probes = dict.fromkeys(order)  # so that equal needs stay in the order of the options
+        for key, probe in compiler.each(jobs):
+            probes[key] = probe
+            if probe.cost.status != comparison.MEASURED:
+                save(probe.cost)
+        fitting = [p.cost for p in probes.values() if p is not None and p.cost.status == comparison.MEASURED]
+        for batch in comparison.in_batches(fitting):
+            ready = dict(compiler.each({cost: probes[cost.seq_len, cost.implementation].compile for cost in batch}))
+            for name, seq_len, cost in ((cost.implementation, cost.seq_len, cost) for cost in batch):
+                if self.stop.signal is None:
+                    self._say(f"measuring a training step: {name}, {seq_len} tokens")
+                    program = ready.pop(cost)
+                    cost = comparison.cost_as_compiled(name, seq_len, program, self.options.budget_bytes)
+                    runs = program is not None and cost.status == comparison.MEASURED
+                    save(comparison.measured(self.runs[name], cost, program) if runs else cost)
+
+    def _probe(self, compiler: Compiler, seq_len: int, name: str) -> Callable[[], Probe]:
+        """A job for the compiler. Where peaks are counted, the program of the first look is not run."""
+        counted = comparison.peak_bytes() is not None
+
+        def probe() -> Probe:
+            lowered = compiler.lower(self.runs[name], 1, seq_len)
+            options = comparison.UNTUNED if counted else None
+            program = comparison.compiled_or_none(lambda: lowered.compile(options))
             cost = comparison.cost_as_compiled(name, seq_len, program, self.options.budget_bytes)
-            if program is None or cost.status != comparison.MEASURED:
-                save(cost)
-            else:
-                ready.append((cost, program))
-        for cost, program in sorted(ready, key=lambda item: (item[0].total_bytes, order.index(_key(item[0])))):
-            if self.stop.signal is None:
-                self._say(f"measuring a training step: {cost.implementation}, {cost.seq_len} tokens")
-                save(comparison.measured(self.runs[cost.implementation], cost, program))
+            return Probe(cost, lambda: comparison.compiled_or_none(lowered.compile) if counted else program)
+
+        return probe
 
     def _train(self, compiler: Compiler) -> None:
         trainings, size = self.results["training"], (self.options.batch_size, self.options.seq_len)
@@ -159,10 +183,6 @@ class Experiment:
             if not comparison.is_out_of_memory(error):
                 raise
             return {"status": comparison.OUT_OF_MEMORY, "steps": 0, "losses": []}
-
-
-def _key(cost: comparison.Cost) -> tuple[int, str]:
-    return cost.seq_len, cost.implementation
 
 
 def environment() -> dict[str, Any]:

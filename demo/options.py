@@ -98,7 +98,7 @@ class Options:
         return shlex.join(["python", "train_demo.py", *self.flags()])
 
 
-def is_large(device: jax.Device) -> bool:
+def is_large(device: Any) -> bool:
     """Whether this is an NVIDIA GPU with room for a model of a useful size."""
     memory = (device.memory_stats() or {}).get("bytes_limit", 0)
     return compute_capability() is not None and memory >= LARGE_DEVICE_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shlex
@@ -212,10 +213,12 @@ def test_out_of_memory_in_the_reference_is_a_row_and_not_the_end(
 ) -> None:
     lower_step = Run.lower_step
 
-    def without_memory(run: Run, batch_size: int, seq_len: int):
-        if run.config.attention == "reference":
+    class TooLarge:
+        def compile(self, options: object = None):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
-        return lower_step(run, batch_size, seq_len)
+
+    def without_memory(run: Run, batch_size: int, seq_len: int):
+        return TooLarge() if run.config.attention == "reference" else lower_step(run, batch_size, seq_len)
 
     monkeypatch.setattr(Run, "lower_step", without_memory)
     assert demo(*SMALL, "--no-longest", "--lengths", "16", "--output", tmp_path) == 0
@@ -550,6 +553,12 @@ def test_a_peak_is_reported_only_where_it_rose(monkeypatch: pytest.MonkeyPatch) 
     assert all(cost.seconds == 0.5 for cost in costs)
 
 
+def test_batches_grow_and_their_members_need_about_the_same() -> None:
+    costs = [comparison.Cost("flash", n, comparison.MEASURED, 0, n) for n in (100, 7, 5, 199, 10, 200)]
+    batches = comparison.in_batches(costs)
+    assert [[cost.seq_len for cost in batch] for batch in batches] == [[5, 7], [10], [100, 199], [200]]
+
+
 def test_without_statistics_there_is_no_peak() -> None:
     assert comparison.peak_bytes() is None
 
@@ -623,7 +632,7 @@ def test_compilations_overlap_and_end_with_a_signal() -> None:
 
 @pytest.mark.usefixtures("one_layer")
 def test_a_signal_while_steps_are_measured_keeps_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, measured = [], comparison.measured
+    rows, measured, peaks = [], comparison.measured, itertools.count(1)
 
     def with_signal(run: Run, cost: comparison.Cost, program: jax.stages.Compiled) -> comparison.Cost:
         rows.append(dataclasses.asdict(measured(run, cost, program)))
@@ -631,10 +640,12 @@ def test_a_signal_while_steps_are_measured_keeps_what_there_is(tmp_path: Path, m
         return comparison.Cost(**rows[-1])
 
     monkeypatch.setattr(comparison, "measured", with_signal)
+    monkeypatch.setattr(comparison, "peak_bytes", lambda: next(peaks))
     flags = ["--implementation", "flash", "--lengths", "32,16", "--seq-len", "16", "--no-longest"]
     assert demo(*flags, "--output", tmp_path) == 143
     assert [row["seq_len"] for row in rows] == [16], "by growing need"
     assert results(tmp_path)["costs"] == rows
+    assert rows[0]["peak_bytes"] > 0
     assert demo("--resume", "--output", tmp_path) == 143
     assert results(tmp_path)["costs"] == rows[::-1], "in the order of the options, and no row measured twice"
     assert results(tmp_path)["training"] == {}
