@@ -181,7 +181,7 @@ def _save_lengths_figure(
                       xytext=(0, 4), textcoords="offset points", color=GREY, fontsize=10)  # fmt: skip
     _scale_lengths(axes, lengths)
     _scale_quantity(axes, values)
-    axes.legend(*legend, loc="lower right")
+    axes.legend(*legend, loc="best")
     figure.savefig(path)
     return True
 

@@ -116,8 +116,9 @@ def agreement_sentence(results: Results) -> str | None:
         return None
     unit_name, factor = unit(results)
     most, median = factor * found["max_abs_difference"], factor * found["median_abs_difference"]
+    names = [label(results, name) for name, training in results["training"].items() if training["losses"]][:2]
     return (
-        f"Over {found['steps']} steps the loss curves differ by at most {most:.2e} {unit_name} "
+        f"Over {found['steps']} steps the loss curves of {' and '.join(names)} differ by at most {most:.2e} {unit_name} "
         f"(at step {found['at_step']}; median {median:.2e})."
     )
 
@@ -144,7 +145,7 @@ def page(results: Results, figures: list[str]) -> str:
 
 def _markdown(results: Results, figures: list[str]) -> Iterator[str]:
     options, model = results["options"], results["model"]
-    yield f"# Training with {' and '.join(label(results, name) for name in results['uses'])} attention"
+    yield f"# Training with attention by {', '.join(label(results, name) for name in results['uses'])}"
     yield ""
     yield (
         f"Task {options['task']}, sequences of {options['seq_len']} tokens, {options['batch_size']} a step, "
