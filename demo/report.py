@@ -118,8 +118,8 @@ def agreement_sentence(results: Results) -> str | None:
     most, median = factor * found["max_abs_difference"], factor * found["median_abs_difference"]
     names = [label(results, name) for name, training in results["training"].items() if training["losses"]][:2]
     return (
-        f"Over {found['steps']} steps the loss curves of {' and '.join(names)} differ by at most {most:.2e} {unit_name} "
-        f"(at step {found['at_step']}; median {median:.2e})."
+        f"Over {found['steps']} steps the loss curves of {' and '.join(names)} differ by at most {most:.2e} "
+        f"{unit_name} (at step {found['at_step']}; median {median:.2e})."
     )
 
 
