@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: help demo test test-oldest test-gpu test-multigpu benchmarks lint format readme clean
+.PHONY: help demo demo-report test test-oldest test-gpu test-multigpu benchmarks lint format readme clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile
@@ -27,6 +27,11 @@ test-gpu:  ## Run the tests of the compiled kernels on an NVIDIA GPU
 test-multigpu:  ## Run the tests that need two NVIDIA GPUs
 	@scripts/bootstrap.sh .venv test
 	$(PYTHON) -m pytest -m multigpu $(ARGS)
+
+demo-report:  ## The report under docs/demo, on a large NVIDIA GPU (ARGS="--output DIR": where the checkpoints go)
+	@scripts/bootstrap.sh .venv demo
+	$(PYTHON) train_demo.py --preset 125m --implementation reference,flash,cudnn --checkpoint-every 1000 \
+		--report-to docs/demo $(ARGS)
 
 benchmarks:  ## Measure this operator and its peers on this machine (ARGS="--help": the options)
 	@scripts/bootstrap.sh .venv benchmarks

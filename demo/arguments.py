@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from demo import InputError, tasks
-from demo.options import LEARNING_RATES, MAX_STEPS, MAX_TOKENS, TASK_DEFAULTS
+from demo.options import LARGE_LENGTHS, LARGE_TASK_DEFAULTS, LEARNING_RATES, MAX_STEPS, MAX_TOKENS, TASK_DEFAULTS
 from demo.parallel import KINDS, MAX_DEVICES
 from demo.run_folder import OUTPUT
 from models.config import COMPUTE_DTYPES, PRESETS
@@ -73,7 +73,10 @@ def folder_path(text: str) -> Path:
 
 
 def by_task(name: str) -> str:
-    return "default: " + ", ".join(f"{defaults[name]} for {task}" for task, defaults in TASK_DEFAULTS.items())
+    def said(table: dict[str, dict[str, Any]]) -> str:
+        return ", ".join(f"{defaults[name]} for {task}" for task, defaults in table.items())
+
+    return f"default: {said(TASK_DEFAULTS)}; on a large GPU, unless the preset is tiny, {said(LARGE_TASK_DEFAULTS)}"
 
 
 def build_parser(description: str | None = None) -> argparse.ArgumentParser:
@@ -84,6 +87,8 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     add = parser.add_argument_group("where to, and from where").add_argument
     add("--output", type=folder_path, metavar="DIR", help=f"folder of the run (default: the next free number in "
         f"{OUTPUT}/, with --resume the newest run there)")  # fmt: skip
+    add("--report-to", type=folder_path, metavar="DIR", help="a folder for a copy of the report alone: page, figures "
+        "and numbers, without paths of this machine (default: none)")  # fmt: skip
     add("--resume", action="store_true", help="go on with the run in the folder, from its last checkpoint")
     add("--overwrite", action="store_true", help="delete the run that the folder holds, and start anew")
     add("--checkpoint-every", type=count(MAX_STEPS), metavar="N", default=CHECKPOINT_EVERY,
@@ -105,7 +110,11 @@ def _add_options(group: Any) -> None:
     positive = functools.partial(number, float, sys.float_info.min, what="a number above 0")
     add("--task", choices=tasks.NAMES, help="recall and copy are toy tasks, text learns a file (default: recall)")
     add("--file", type=path_text, metavar="PATH", help="the file that --task text learns, byte by byte (no default)")
-    add("--preset", choices=tuple(PRESETS), help="size of the model (default: tiny)")
+    add(
+        "--preset",
+        choices=tuple(PRESETS),
+        help="size of the model (default: tiny; 125m on a large GPU, an NVIDIA GPU of which JAX takes at least 24 GiB)",
+    )
     add("--seq-len", type=tokens, metavar="T", help=f"tokens in a training sequence ({by_task('seq_len')})")
     add("--batch-size", type=tokens, metavar="B", help=f"sequences in a step ({by_task('batch_size')})")
     add("--steps", type=steps, metavar="N", help=f"training steps ({by_task('steps')})")
@@ -116,10 +125,11 @@ def _add_options(group: Any) -> None:
         help="of parameters, data and sample (default: 0)")  # fmt: skip
     add("--dtype", choices=COMPUTE_DTYPES, help="of the computation; parameters are float32 (default: the preset's)")
     add("--implementation", type=listed(str), metavar="NAMES", help="attentions to train with and compare, separated "
-        "by commas: reference, flash (the best one for this device), or any name that flash_attention takes "
-        "(default: reference,flash)")  # fmt: skip
+        "by commas: reference, flash (the best one for this device), cudnn (of jax.nn, on NVIDIA GPUs in "
+        "bfloat16), or any name that flash_attention takes (default: reference,flash)")  # fmt: skip
     add("--lengths", type=listed(tokens), metavar="T,T,...", help="sequence lengths at which a training step is "
-        "measured, in batches of one (default: 512,1024,2048,4096)")  # fmt: skip
+        f"measured, in batches of one (default: 512,1024,2048,4096; on a large GPU, unless the preset is tiny, "
+        f"{','.join(map(str, LARGE_LENGTHS))})")  # fmt: skip
     add("--memory-budget", type=positive(most=MAX_BUDGET), metavar="GIB", help="programs that need more are not "
         "run, and the longest sequence that fits is searched for (default: all of the device, 2 on a CPU)")  # fmt: skip
     add("--no-longest", dest="longest", action="store_const", const=False, help="skip that search, which compiles a "

@@ -1,4 +1,4 @@
-"""What a training step costs with each attention: memory as compiled, time as measured, and the longest sequence."""
+"""What a training step costs with each attention: memory as compiled and as allocated, time, the longest sequence."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from demo.tasks import Batch
 from demo.training import Run
-from pallas_flash import explain
 
 MEASURED, OUT_OF_MEMORY, OVER_BUDGET = "measured", "out of memory", "over the budget"
 MAX_REPEATS = 5
@@ -25,6 +24,7 @@ FIRST_TRIED = 1024  # where nothing is measured
 SINGLE_STEP = 16
 MAX_COMPILATIONS = 5  # of a search: long programs take seconds to compile
 DEFAULT_CPU_BUDGET = 2 * 2**30
+UNTUNED = {"xla_gpu_autotune_level": 0}  # compiler options, for a program that is not run: nothing is tried out
 
 
 class Memory(NamedTuple):
@@ -43,7 +43,8 @@ class Cost:
     status: str  # MEASURED, OUT_OF_MEMORY or OVER_BUDGET (compiled but not run)
     temp_bytes: int | None
     total_bytes: int | None
-    seconds: float | None  # the median of some steps
+    peak_bytes: int | None = None  # by the device's allocator; None where it does not count or this is hidden
+    seconds: float | None = None  # the median of some steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,19 +70,6 @@ def device_budget() -> int:
     return int(stats.get("bytes_limit", DEFAULT_CPU_BUDGET))
 
 
-def chosen_implementation(run: Run) -> str | None:
-    """What `flash_attention` uses for this model: the name asked for, or the table's choice; None if there is none."""
-    return explanation(run, run.config.attention).chosen
-
-
-def explanation(run: Run, implementation: str | None) -> Any:
-    """What the table of `flash_attention` says of the attention of this model."""
-    config = run.config
-    query = np.zeros((1, 8, config.num_q_heads, config.head_dim), np.float32).astype(config.compute_dtype)
-    key = query[:, :, : config.num_kv_heads]
-    return explain(query, key, key, is_causal=True, implementation=implementation)
-
-
 def memory(program: jax.stages.Compiled) -> Memory:
     """What the compiler reserved. Outputs that take the place of a donated input count once."""
     analysis = program.memory_analysis()
@@ -90,30 +78,57 @@ def memory(program: jax.stages.Compiled) -> Memory:
     return Memory(temp, analysis.argument_size_in_bytes + outputs + temp)
 
 
-def compiled_memory(run: Run, seq_len: int) -> Memory | None:
-    """Of a training step on one sequence; None where the compiler itself says that it cannot fit."""
+def compiled_or_none(compile_program: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled | None:
+    """None where the compiler itself says that the program cannot fit."""
     try:
-        return memory(run.compile_step(1, seq_len))
+        return compile_program()
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
         return None
 
 
-def measure(name: str, run: Run, seq_len: int, budget: int) -> Cost:
-    """Compile a training step on one sequence and time it, unless it needs more than the budget."""
-    needed = None
+def cost_as_compiled(name: str, seq_len: int, program: jax.stages.Compiled | None, budget: int) -> Cost:
+    """What is known of a training step on one sequence before it runs; MEASURED is then still to be made true."""
+    if program is None:
+        return Cost(name, seq_len, OUT_OF_MEMORY, None, None)
+    needed = memory(program)
+    return Cost(name, seq_len, OVER_BUDGET if needed.total > budget else MEASURED, needed.temp, needed.total)
+
+
+def measured(run: Run, cost: Cost, program: jax.stages.Compiled) -> Cost:
+    """Run the step for its time and its peak. A peak never falls in a process, so it is this step's if it rises."""
+    before = peak_bytes()
     try:
-        program = run.compile_step(1, seq_len)
-        needed = memory(program)
-        if needed.total > budget:
-            return Cost(name, seq_len, OVER_BUDGET, needed.temp, needed.total, None)
-        return Cost(name, seq_len, MEASURED, needed.temp, needed.total, _median_seconds(run, program, seq_len))
+        seconds = _median_seconds(run, program, cost.seq_len)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        temp, total = needed or (None, None)
-        return Cost(name, seq_len, OUT_OF_MEMORY, temp, total, None)
+        return dataclasses.replace(cost, status=OUT_OF_MEMORY)
+    after = peak_bytes()
+    risen = after is not None and (before is None or after > before)
+    return dataclasses.replace(cost, seconds=seconds, peak_bytes=after if risen else None)
+
+
+def in_batches(costs: Sequence[Cost]) -> list[list[Cost]]:
+    """By growing need of memory, those together that need less than twice what the first of them does.
+
+    Compiling for a GPU tries algorithms out, with operands that the allocator counts: a few of a program's arrays, far
+    less than half of what it needs in all. Who compiles a batch and runs it before the next one sees no peak of that.
+    """
+    batches: list[list[Cost]] = []
+    for cost in sorted(costs, key=lambda cost: cost.total_bytes or 0):
+        if batches and (cost.total_bytes or 0) < 2 * (batches[-1][0].total_bytes or 0):
+            batches[-1].append(cost)
+        else:
+            batches.append([cost])
+    return batches
+
+
+def peak_bytes() -> int | None:
+    """The most that has been allocated at once on the first device of this process; None where nobody counts."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use")
 
 
 def _median_seconds(run: Run, program: jax.stages.Compiled, seq_len: int) -> float:
@@ -129,9 +144,14 @@ def _median_seconds(run: Run, program: jax.stages.Compiled, seq_len: int) -> flo
     return statistics.median(seconds)
 
 
-def longest_sequence(name: str, run: Run, budget: int, measured: Sequence[Cost]) -> Longest:
-    """Search among the powers of two, each guess from what is compiled already, with MAX_COMPILATIONS at most."""
-    totals = {row.seq_len: row.total_bytes for row in measured}
+def longest_sequence(
+    name: str, run: Run, budget: int, known: Sequence[Cost], memory_of: Callable[[int], Memory | None]
+) -> Longest:
+    """Search among the powers of two, each guess from what is compiled already, with MAX_COMPILATIONS at most.
+
+    memory_of: compiles for one sequence of so many tokens; None where the compiler itself says that it cannot fit.
+    """
+    totals = {row.seq_len: row.total_bytes for row in known}
     compiled: list[tuple[int, int | None]] = []
     while True:
         powers = {n: total for n, total in totals.items() if n.bit_count() == 1}
@@ -142,7 +162,7 @@ def longest_sequence(name: str, run: Run, budget: int, measured: Sequence[Cost])
             too_long_bytes = totals[too_long] if too_long else None
             return Longest(name, fits, totals.get(fits), too_long, too_long_bytes, tuple(compiled))
         seq_len = max(run.layout.length_unit, _next_length(totals, budget, fits, too_long))
-        needed = compiled_memory(run, seq_len)
+        needed = memory_of(seq_len)
         totals[seq_len] = needed.total if needed else None
         compiled.append((seq_len, totals[seq_len]))
 

@@ -99,10 +99,14 @@ def _draw_difference(axes: Axes, results: Results) -> None:
 def draw_memory(results: Results, path: Path) -> bool:
     """Memory of a training step over the sequence length: what was asked for, and what the search compiled."""
     figure, axes = _lengths_figure("Memory of a training step", "all memory, as compiled (MiB)")
-    searched = False
+    searched = counted = False
     for name, text, style in _styles(results):
         rows = [(seq_len, total / 2**20) for seq_len, total in _points(results, name, "total_bytes")]
         _plot_lengths(axes, rows, text, style)
+        peaks = [(seq_len, peak / 2**20) for seq_len, peak in _points(results, name, "peak_bytes")]
+        if peaks:
+            counted = True
+            axes.plot(*zip(*peaks, strict=True), color=style["color"], linestyle="", marker="x", markersize=9)
         for found in (found for found in results["longest"] if found["implementation"] == name):
             beyond = sorted((seq_len, total / 2**20) for seq_len, total in found["compiled"] if total)
             searched |= bool(beyond)
@@ -114,6 +118,9 @@ def draw_memory(results: Results, path: Path) -> bool:
     if searched:
         handles.append(Line2D([], [], color=GREY, linestyle="", marker="o", markerfacecolor="white"))
         names.append("hollow: compiled in the search\nfor the longest (line: a guide)")
+    if counted:
+        handles.append(Line2D([], [], color=GREY, linestyle="", marker="x", markersize=9))
+        names.append("peak that the allocator counted")
     return _save_lengths_figure(figure, axes, path, legend=(handles, names), budget=budget)
 
 
@@ -174,7 +181,7 @@ def _save_lengths_figure(
                       xytext=(0, 4), textcoords="offset points", color=GREY, fontsize=10)  # fmt: skip
     _scale_lengths(axes, lengths)
     _scale_quantity(axes, values)
-    axes.legend(*legend, loc="lower right")
+    axes.legend(*legend, loc="best")
     figure.savefig(path)
     return True
 

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from demo import InputError, report, tasks
+from demo import InputError, attentions, report, tasks
 from demo.arguments import CHECKPOINT_EVERY
-from demo.experiment import work
-from demo.options import Options, check_implementation, make_run, with_defaults
+from demo.experiment import Experiment
+from demo.options import Options, make_run, with_defaults
 from demo.parallel import Processes
 from demo.run_folder import OPTIONS, OUTPUT, RunFolder
 from demo.saved import check_checkpoints, resumed_options, saved_results
@@ -33,21 +33,26 @@ class Job:
     checkpoint_every: int
     results: dict[str, Any]  # of earlier processes
     processes: Processes = Processes()  # noqa: RUF009 - frozen
+    report_to: RunFolder | None = None
 
     def run(self, stop: StopRequest) -> None:
         """Work, save, report."""
         console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH, quiet=not self.processes.first)
         where = f"{self.options.task} on {jax.devices()[0].device_kind}, results in {self.folder.path}"
         console.print(where, markup=False, highlight=False, soft_wrap=True)
-        work(self.options, self.task, self.folder, self.checkpoint_every, self.results, console, stop)
+        Experiment(self.options, self.task, self.folder, self.checkpoint_every, self.results, console, stop).work()
         if self.processes.first:
             report.write(self.results, self.folder)
+            if self.report_to is not None:
+                report.write(report.without_paths(self.results), self.report_to)
             report.show(self.results, self.folder, console)
         self.processes.meet("the end")
 
     def how_to_go_on(self) -> str:
         """The command, for those who use make and for those who do not."""
         flags = ["--resume", "--output", str(self.folder.path)]
+        if self.report_to is not None:
+            flags += ["--report-to", str(self.report_to.path)]
         if self.checkpoint_every != CHECKPOINT_EVERY:
             flags += ["--checkpoint-every", str(self.checkpoint_every)]
         command = shlex.join(flags)
@@ -74,8 +79,11 @@ def prepare(arguments: argparse.Namespace) -> Job:
     task = tasks.make_task(options.task, options.seq_len, options.file)
     runs = {name: make_run(options, task, name) for name in options.implementation}
     for name, run in runs.items():
-        check_implementation(run, name)
+        attentions.check(run, name)
     results: dict[str, Any] = {}
+    report_to = None
+    if arguments.report_to is not None and processes.first:
+        report_to = RunFolder.for_report(arguments.report_to, arguments.output)
     if arguments.resume:
         results = saved_results(folder, options)
         check_checkpoints(folder, runs, results)
@@ -86,4 +94,4 @@ def prepare(arguments: argparse.Namespace) -> Job:
         folder = RunFolder(arguments.output)
     folder.writes = processes.first
     processes.meet("the folder is there")
-    return Job(options, task, folder, arguments.checkpoint_every, results, processes)
+    return Job(options, task, folder, arguments.checkpoint_every, results, processes, report_to)

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from typing import Any
 
-from demo import InputError, comparison, tasks
+import jax
+
+from demo import InputError, attentions, comparison, tasks
 from demo.parallel import CONTEXT, DATA, Layout
 from demo.training import Run
 from models.config import PRESETS
+from pallas_flash.kernels.support import compute_capability
 
 TASK_DEFAULTS: dict[str, dict[str, Any]] = {
     "recall": {"seq_len": 32, "batch_size": 32, "steps": 600},
     "copy": {"seq_len": 32, "batch_size": 32, "steps": 600},
     "text": {"seq_len": 128, "batch_size": 16, "steps": 400},
 }
+# Where a model takes a GPU to train: for all presets but tiny, on one that is large enough.
+LARGE_TASK_DEFAULTS: dict[str, dict[str, Any]] = {
+    "recall": {"seq_len": 64, "batch_size": 256, "steps": 1000},
+    "copy": {"seq_len": 64, "batch_size": 256, "steps": 1000},
+    "text": {"seq_len": 1024, "batch_size": 16, "steps": 1000},
+}
+LARGE_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+LARGE_DEVICE_BYTES = 24 * 2**30  # that JAX takes for itself, three quarters of what there is unless told otherwise
+SMALL_PRESET, LARGE_PRESET = "tiny", "125m"
 MAX_STEPS = 10**7
 MAX_TOKENS = 2**20  # of a sequence, and of a batch
 LEARNING_RATES = {"tiny": 3e-3, "125m": 6e-4, "1b": 3e-4}
@@ -27,7 +40,7 @@ class Options:
     task: str = "recall"
     file: str | None = None
     file_sha256: str | None = None
-    preset: str = "tiny"
+    preset: str = SMALL_PRESET
     seq_len: int = 0
     batch_size: int = 0
     steps: int = 0
@@ -64,14 +77,44 @@ class Options:
     def layout(self) -> Layout:
         return Layout.of(self.devices, self.parallel)
 
+    @classmethod
+    def of_json(cls, content: dict[str, Any]) -> Options:
+        """From what `dataclasses.asdict` gave, through JSON, which has lists instead of tuples."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
+
+    def flags(self) -> list[str]:
+        """The flags that say all of this, whatever the defaults are."""
+        flags = []
+        for name, value in vars(self).items():
+            if name == "longest":
+                flags += [] if value else ["--no-longest"]
+            elif name != "file_sha256" and value is not None:
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                flags.append(f"--{name.replace('_', '-')}={text}")
+        return flags
+
+    def command(self) -> str:
+        """What starts a run with these options in a shell."""
+        return shlex.join(["python", "train_demo.py", *self.flags()])
+
+
+def is_large(device: Any) -> bool:
+    """Whether this is an NVIDIA GPU with room for a model of a useful size."""
+    memory = (device.memory_stats() or {}).get("bytes_limit", 0)
+    return compute_capability() is not None and memory >= LARGE_DEVICE_BYTES
+
 
 def with_defaults(given: dict[str, Any]) -> Options:
-    """The options of a new run."""
-    task, preset = given.get("task", Options.task), given.get("preset", Options.preset)
+    """The options of a new run: what is given, and otherwise what suits the task, the preset and the device."""
+    large = is_large(jax.local_devices()[0])
+    task, preset = given.get("task", Options.task), given.get("preset", LARGE_PRESET if large else SMALL_PRESET)
     if task != "text" and "file" in given:
         raise InputError(f"--file {given['file']}: only --task text reads a file")
+    large &= preset != SMALL_PRESET
     defaults = {
-        **TASK_DEFAULTS[task],
+        **(LARGE_TASK_DEFAULTS if large else TASK_DEFAULTS)[task],
+        "preset": preset,
+        "lengths": LARGE_LENGTHS if large else Options.lengths,
         "lr": LEARNING_RATES[preset],
         "dtype": PRESETS[preset].compute_dtype,
         "memory_budget": comparison.device_budget() / 2**30,
@@ -79,17 +122,6 @@ def with_defaults(given: dict[str, Any]) -> Options:
     if "file" in given:
         given = {**given, "file_sha256": tasks.fingerprint(given["file"])}
     return Options(**{**defaults, **given})
-
-
-def check_implementation(run: Run, name: str) -> None:
-    """InputError with the names to choose from if this is none of them, or with the reason why it cannot be used."""
-    table = comparison.explanation(run, None)
-    names = ("flash", *sorted(verdict.name for verdict in table.verdicts))
-    if name not in names:
-        raise InputError(f"--implementation {name or repr(name)}: unknown; the names are {', '.join(names)}")
-    if comparison.chosen_implementation(run) is None:
-        reasons = {v.name: v.reason for v in comparison.explanation(run, run.config.attention).verdicts}
-        raise InputError(f"--implementation {name}: {reasons.get(name, 'nothing runs on this device')}")
 
 
 def make_run(options: Options, task: tasks.Task, implementation: str) -> Run:
@@ -100,8 +132,8 @@ def make_run(options: Options, task: tasks.Task, implementation: str) -> Run:
         vocab_size=task.vocab_size,
         tie_embeddings=False,  # in recall and copy, what comes next has nothing to do with the token it follows
         compute_dtype=options.dtype,
-        attention=None if implementation == "flash" else implementation,
+        attention=attentions.config_name(implementation),
         # Standard attention is for XLA to partition.
-        context_parallel=(DATA, CONTEXT) if layout.context > 1 and implementation != "reference" else None,
+        context_parallel=(DATA, CONTEXT) if layout.context > 1 and implementation != attentions.REFERENCE else None,
     )
     return Run(config, task, options.batch_size, options.steps, options.lr, options.seed, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,16 +11,23 @@ from rich.table import Table
 from rich.text import Text
 
 from demo import figures
+from demo.options import Options
 from demo.run_folder import REPORT, RESULTS, RunFolder
 from demo.summary import Results, agreement, label, unit
+from pallas_flash.benchmarks import environment
 
 
 def write(results: Results, folder: RunFolder) -> None:
     """Save results.json, the figures for which there are numbers, and report.md."""
     results["agreement"] = agreement(results)
     folder.write_json(RESULTS, results)
-    drawn = figures.draw(results, folder)
-    folder.write_text(REPORT, "\n".join(markdown(results, drawn)) + "\n")
+    folder.write_text(REPORT, page(results, figures.draw(results, folder)))
+
+
+def without_paths(results: Results) -> Results:
+    """For others to read: of the file that was learned, its name alone."""
+    options = results["options"]
+    return results | {"options": options | {"file": options["file"] and Path(options["file"]).name}}
 
 
 # Tables: a title, a header and rows of text, for Markdown and for the console alike ---------------------------------
@@ -57,19 +65,21 @@ def _training_table(results: Results) -> Rows:
 
 
 def _cost_table(results: Results) -> Rows:
-    header = ["tokens", "attention", "temporary (MiB)", "in all (MiB)", "ms/step", "status"]
+    header = ["tokens", "attention", "temporary (MiB)", "in all (MiB)", "peak (MiB)", "ms/step", "tokens/s", "status"]
     rows = [
         [
             f"{cost['seq_len']:,}",
             label(results, cost["implementation"]),
             _number(cost["temp_bytes"] and cost["temp_bytes"] / 2**20, "{:,.1f}"),
             _number(cost["total_bytes"] and cost["total_bytes"] / 2**20, "{:,.1f}"),
+            _number(cost["peak_bytes"] and cost["peak_bytes"] / 2**20, "{:,.1f}"),
             _number(cost["seconds"] and 1e3 * cost["seconds"], "{:,.1f}"),
+            _number(cost["seconds"] and cost["seq_len"] / cost["seconds"], "{:,.0f}"),
             cost["status"],
         ]
         for cost in sorted(results["costs"], key=lambda cost: cost["seq_len"])
     ]
-    return "Memory (as compiled) and time of a training step on one sequence", header, rows
+    return "Memory and time of a training step on one sequence", header, rows
 
 
 def _longest_table(results: Results) -> Rows:
@@ -106,16 +116,20 @@ def agreement_sentence(results: Results) -> str | None:
         return None
     unit_name, factor = unit(results)
     most, median = factor * found["max_abs_difference"], factor * found["median_abs_difference"]
+    names = [label(results, name) for name, training in results["training"].items() if training["losses"]][:2]
     return (
-        f"Over {found['steps']} steps the loss curves differ by at most {most:.2e} {unit_name} "
-        f"(at step {found['at_step']}; median {median:.2e})."
+        f"Over {found['steps']} steps the loss curves of {' and '.join(names)} differ by at most {most:.2e} "
+        f"{unit_name} (at step {found['at_step']}; median {median:.2e})."
     )
 
 
 READING = (
     "`reference` is standard attention, which holds the whole matrix of scores; `flash` is the implementation that "
     "flash_attention chooses for this device, which never does; both compute the same function. `temporary` is the "
-    "scratch memory of the compiled step, `in all` adds parameters, optimizer state and batch. Flash attention saves "
+    "scratch memory of the compiled step, `in all` adds parameters, optimizer state and batch. `peak` is the most that "
+    "the device's allocator has given out at once, where it counts: it includes all that the process holds, and as it "
+    "never falls, steps run by growing need of memory, and a step that did not raise it has none. `cudnn` is "
+    "jax.nn.dot_product_attention with cuDNN. Flash attention saves "
     "memory that grows with the square of the length: at short lengths, standard attention can be as fast or faster. "
     "Times are medians over steps, without checkpoints and display; p20 to p80 is where the middle 60 % of them lie."
 )
@@ -124,19 +138,28 @@ READING = (
 # Markdown and console ------------------------------------------------------------------------------------------------
 
 
-def markdown(results: Results, figures: list[str]) -> Iterator[str]:
-    """The lines of report.md."""
-    options, model, machine = results["options"], results["model"], results["environment"]
-    yield f"# Training with {' and '.join(label(results, name) for name in results['uses'])} attention"
+def page(results: Results, figures: list[str]) -> str:
+    """The text of report.md, with these figures."""
+    return "\n".join(_markdown(results, figures)) + "\n"
+
+
+def _markdown(results: Results, figures: list[str]) -> Iterator[str]:
+    options, model = results["options"], results["model"]
+    yield f"# Training with attention by {', '.join(label(results, name) for name in results['uses'])}"
     yield ""
     yield (
         f"Task {options['task']}, sequences of {options['seq_len']} tokens, {options['batch_size']} a step, "
         f"{options['dtype']}, seed {options['seed']}. Model {options['preset']}: {model['parameters']:,} parameters, "
         f"{model['num_layers']} layers, {model['num_q_heads']} query heads over {model['num_kv_heads']} key-value "
-        f"heads, {model['flops_per_token'] / 1e6:,.2f} MFLOP per token and training step. "
-        f"Device {machine['device']}, {machine['machine']}; Python {machine['python']}, jax {machine['jax']}, "
-        f"flax {machine['flax']}."
+        f"heads, {model['flops_per_token'] / 1e6:,.2f} MFLOP per token and training step."
     )
+    for machine in results["environments"]:
+        yield ""
+        yield (
+            f"Measured on: {environment.summary(machine)}; jaxlib {machine['jaxlib']}, flax {machine['flax']}, Python "
+            f"{machine['python']}, {machine['machine']}."
+        )
+    yield from ("", "Command:", "", "```console", Options.of_json(options).command(), "```")
     yield from ("", READING)
     for title, header, rows in tables(results):
         yield from ("", f"## {title}", "")

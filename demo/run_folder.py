@@ -31,9 +31,7 @@ class RunFolder:
             folder = cls(_next_numbered(parent) if path is None else path)
             folder.path.mkdir(parents=True, exist_ok=True)
             folder._make_room(overwrite)
-            probe = folder.path / ".writable"
-            probe.touch()
-            probe.unlink()
+            folder._prove_writable()
         except OSError as error:
             raise InputError(
                 f"--output {path or parent}: no folder can be made or written there ({error.strerror or error}); "
@@ -49,6 +47,19 @@ class RunFolder:
             if (candidate / OPTIONS).is_file():
                 return cls(candidate)
         raise InputError(f"--resume: {path or parent} holds no run; start one without --resume")
+
+    @classmethod
+    def for_report(cls, path: Path, output: Path | None) -> RunFolder:
+        """A folder for a copy of a report, made if need be. InputError if it is a run's, or cannot be written."""
+        if (path / OPTIONS).exists() or (output is not None and path.resolve() == output.resolve()):
+            raise InputError(f"--report-to {path}: is the folder of a run, which has its report; name another one")
+        try:
+            folder = cls(path)
+            path.mkdir(parents=True, exist_ok=True)
+            folder._prove_writable()
+        except OSError as error:
+            raise InputError(f"--report-to {path}: cannot be written ({error.strerror or error})") from error
+        return folder
 
     def file(self, name: str) -> Path:
         return self.path / name
@@ -69,6 +80,11 @@ class RunFolder:
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(self.file(name))
+
+    def _prove_writable(self) -> None:
+        probe = self.file(".writable")
+        probe.touch()
+        probe.unlink()
 
     def _make_room(self, overwrite: bool) -> None:
         """Refuse what is not ours; delete an earlier run, and nothing else, where --overwrite asks for it."""

@@ -63,20 +63,15 @@ def _options(content: Any) -> Options:
     names = [field.name for field in dataclasses.fields(Options)]
     for name in sorted(content.keys() ^ set(names)):
         raise ValueError(f"{name} is {'unknown' if name in content else 'missing'}")
-    options = Options(**{name: tuple(v) if isinstance(v, list) else v for name, v in content.items()})
+    options = Options.of_json(content)
     sha256 = options.file_sha256
     _expect((sha256 is None) == (options.file is None) and isinstance(sha256, str | None), "file_sha256 is not valid")
     _expect(isinstance(options.longest, bool), "longest is neither true nor false")
-    flags = {name: value for name, value in vars(options).items() if name not in ("longest", "file_sha256")}
-    flags = {name: value for name, value in flags.items() if name != "file" or value is not None}
-    parsed = build_parser().parse_args([f"--{name.replace('_', '-')}={_text(value)}" for name, value in flags.items()])
-    for name, value in flags.items():
-        _expect(repr(getattr(parsed, name)) == repr(value), f"{name} is {value!r}")
+    parsed = build_parser().parse_args(options.flags())
+    for name, value in vars(options).items():
+        if name not in ("longest", "file_sha256"):
+            _expect(repr(getattr(parsed, name)) == repr(value), f"{name} is {value!r}")
     return options
-
-
-def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _results(content: Any, options: Options) -> dict[str, Any]:

@@ -122,6 +122,10 @@ class Run:
 
     def compile_step(self, batch_size: int, seq_len: int) -> jax.stages.Compiled:
         """The training step for batches of this size. Allocates nothing: for measuring as well as for running."""
+        return self.lower_step(batch_size, seq_len).compile()
+
+    def lower_step(self, batch_size: int, seq_len: int) -> jax.stages.Lowered:
+        """What `compile_step` compiles."""
         shape = (self.layout.num_rows(batch_size), seq_len)
         batch = Batch(*(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)))
         state = jax.eval_shape(self.initial_state)
@@ -130,7 +134,7 @@ class Run:
             rows = self.layout.rows
             shardings = {"in_shardings": (self.shardings, Batch(rows, rows, rows)), "out_shardings": self.shardings}
         with self.layout.in_use():
-            return jax.jit(self.train_step, donate_argnums=0, **shardings).lower(state, batch).compile()
+            return jax.jit(self.train_step, donate_argnums=0, **shardings).lower(state, batch)
 
 
 class Evaluation(NamedTuple):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.config import TransformerConfig
+from models.config import CUDNN, TransformerConfig
 from models.layers import linear, residual_linear, rotary
 from pallas_flash import Cache, append_to_cache, flash_attention, flash_decode
 from pallas_flash.decode_validation import MAX_NEW_TOKENS
@@ -82,6 +82,8 @@ class Attention(nnx.Module):
             "segment_ids": rows.segment_ids,
             "sinks": self._sinks(),
         }
+        if self.config.attention == CUDNN:
+            return attend_by_cudnn(self.config, static, arrays, query, key, value)
         if devices > 1:
             return attend_in_ring(self.config, static, arrays, query, key, value)
         return flash_attention(query, key, value, **static, **arrays)
@@ -106,6 +108,20 @@ class Attention(nnx.Module):
             "local_window_size": None if self.window is None else (self.window - 1, 0),
             "logits_soft_cap": self.config.logits_soft_cap,
         }
+
+
+def attend_by_cudnn(
+    config: TransformerConfig, static: dict[str, Any], arrays: dict[str, Any], *tensors: jax.Array
+) -> jax.Array:
+    """Whole sequences by `jax.nn`; NotImplementedError for what only `flash_attention` is given here."""
+    options = {name: value for name, value in (static | arrays).items() if value is not None}
+    offset = options.pop("query_offset")
+    refused = sorted(options.keys() - {"is_causal", "implementation", "local_window_size"})
+    refused += ["query_offset"] if not (isinstance(offset, int) and offset == 0) else []
+    refused += ["context_parallel"] if ring_devices(config) > 1 else []
+    if refused:
+        raise NotImplementedError(f"attention={CUDNN!r} takes whole sequences, without {', '.join(refused)}")
+    return jax.nn.dot_product_attention(*tensors, **options)
 
 
 def ring_devices(config: TransformerConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 COMPUTE_DTYPES = ("bfloat16", "float32")
+CUDNN = "cudnn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +16,8 @@ class TransformerConfig:
     its own included, or None for all of them. It is cycled when it is shorter than the model, so that `(256, None)`
     alternates local and global layers; None alone means no windows.
     `attention` is the `implementation=` of `flash_attention`, `decode` that of `flash_decode`; None lets it choose.
+    CUDNN as `attention` stands for `jax.nn.dot_product_attention` with cuDNN instead, a peer to compare training with:
+    it takes whole sequences alone, and under `remat` it is computed a second time.
     `context_parallel` names the mesh axes that batches and sequences are sharded over while a mesh with them is in use
     (`jax.set_mesh`): tokens then come in zigzag order, and attention goes around the second axis.
     `remat` recomputes each block in the backward pass and keeps only the results of its attention.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,12 +23,15 @@ import numpy as np
 import pytest
 
 import train_demo
-from demo import arguments, comparison, figures, summary, tasks
+from demo import InputError, arguments, attentions, comparison, figures, options, report, run_folder, summary, tasks
 from demo.arguments import build_parser
+from demo.compiling import Compiler, StoppedError
 from demo.options import make_run, with_defaults
 from demo.run_folder import RunFolder
+from demo.stop import StopRequest
 from demo.training import Checkpoints, Run
 from models.config import PRESETS
+from tests import test_docs
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--seq-len", "16", "--batch-size", "4", "--steps", "8", "--checkpoint-every", "3", "--lengths", "32,64"]
@@ -205,14 +211,16 @@ def test_an_earlier_run_is_neither_mixed_nor_destroyed(
 def test_out_of_memory_in_the_reference_is_a_row_and_not_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_step = Run.compile_step
+    lower_step = Run.lower_step
+
+    class TooLarge:
+        def compile(self, options: object = None):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
 
     def without_memory(run: Run, batch_size: int, seq_len: int):
-        if run.config.attention == "reference":
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes.")
-        return compile_step(run, batch_size, seq_len)
+        return TooLarge() if run.config.attention == "reference" else lower_step(run, batch_size, seq_len)
 
-    monkeypatch.setattr(Run, "compile_step", without_memory)
+    monkeypatch.setattr(Run, "lower_step", without_memory)
     assert demo(*SMALL, "--no-longest", "--lengths", "16", "--output", tmp_path) == 0
     found = results(tmp_path)
     assert {name: t["status"] for name, t in found["training"].items()} == {
@@ -454,6 +462,8 @@ def test_a_damaged_run_is_refused_by_name_and_left_as_it_is(
         (["--lengths", "16,,32"], "'' is not a whole number"),
         (["--memory-budget", "0"], "--memory-budget: '0' is not a number above 0"),
         (["--implementation", "flash,magic"], "--implementation magic: unknown; the names are flash, "),
+        (["--implementation", "flash,cudnn", "--dtype", "bfloat16"], "--implementation cudnn: needs an NVIDIA GPU"),
+        (["--report-to", "short.txt/docs"], "--report-to short.txt/docs: cannot be written (Not a dir"),
         (["--implementation", "flash,"], "--implementation '': unknown; the names are flash, "),
         (["--unheard-of"], "unrecognized arguments: --unheard-of"),
         (["--output", "short.txt/run"], "--output short.txt/run: no folder can be made or written there (Not a dir"),
@@ -515,6 +525,164 @@ def test_a_curve_that_is_not_finite_has_no_agreement() -> None:
     assert summary.agreement({"training": curves}) is None
 
 
+# Devices that are not here: GPUs, and allocators that count -----------------------------------------------------------
+
+
+class Allocator:
+    """A device that counts: each program that runs raises the peak to what it needs, if that is more."""
+
+    def __init__(self, limit: int = 0):
+        self.stats = {"bytes_limit": limit, "peak_bytes_in_use": 10}
+
+    def memory_stats(self) -> dict[str, int]:
+        return self.stats
+
+
+def test_a_peak_is_reported_only_where_it_rose(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, needs = Allocator(), iter([30, 20, 30, 31])
+
+    def run_it(*_: object) -> float:
+        device.stats["peak_bytes_in_use"] = max(device.stats["peak_bytes_in_use"], next(needs))
+        return 0.5
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(comparison, "_median_seconds", run_it)
+    row = comparison.Cost("flash", 16, comparison.MEASURED, 1, 2)
+    costs = [comparison.measured(recall_run("flash"), row, None) for _ in range(4)]  # type: ignore[arg-type]
+    assert [cost.peak_bytes for cost in costs] == [30, None, None, 31]
+    assert all(cost.seconds == 0.5 for cost in costs)
+
+
+def test_batches_grow_and_their_members_need_about_the_same() -> None:
+    costs = [comparison.Cost("flash", n, comparison.MEASURED, 0, n) for n in (100, 7, 5, 199, 10, 200)]
+    batches = comparison.in_batches(costs)
+    assert [[cost.seq_len for cost in batch] for batch in batches] == [[5, 7], [10], [100, 199], [200]]
+
+
+def test_without_statistics_there_is_no_peak() -> None:
+    assert comparison.peak_bytes() is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "capability", "given", "expected"),
+    [
+        (100, (9, 0), {}, ("125m", 64, 32768, "bfloat16", 6e-4)),
+        (100, (9, 0), {"preset": "tiny"}, ("tiny", 32, 4096, "float32", 3e-3)),
+        (100, (9, 0), {"seq_len": 16, "dtype": "float32"}, ("125m", 16, 32768, "float32", 6e-4)),
+        (10, (8, 6), {}, ("tiny", 32, 4096, "float32", 3e-3)),
+        (10, (8, 6), {"preset": "125m"}, ("125m", 32, 4096, "bfloat16", 6e-4)),
+        (100, None, {}, ("tiny", 32, 4096, "float32", 3e-3)),
+    ],
+)
+def test_the_default_size_suits_the_device_and_flags_win(
+    limit: int, capability: tuple[int, int] | None, given: dict, expected: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "local_devices", lambda: [Allocator(limit * 2**30)])
+    monkeypatch.setattr(options, "compute_capability", lambda: capability)
+    found = with_defaults(given)
+    assert (found.preset, found.seq_len, max(found.lengths), found.dtype, found.lr) == expected
+    assert found.memory_budget == limit
+
+
+def cudnn_run(dtype: str = "bfloat16", **given: object) -> Run:
+    return make_run(with_defaults({"dtype": dtype, **given}), tasks.make_task("recall", 32), "cudnn")
+
+
+def test_cudnn_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attentions.chosen(cudnn_run()) is None
+    monkeypatch.setattr(attentions, "compute_capability", lambda: (9, 0))
+    with pytest.raises(InputError, match=r"--implementation cudnn: cuDNN is not detected"):
+        attentions.check(cudnn_run(), "cudnn")
+    with pytest.raises(InputError, match="--parallel context and both share them"):
+        attentions.check(cudnn_run(devices=2, parallel="context"), "cudnn")
+
+
+def test_cudnn_is_in_the_lowered_step_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attentions, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    assert attentions.chosen(cudnn_run()) == "cudnn"
+    with pytest.raises(InputError, match=r"cudnn: .*float32"):
+        attentions.check(cudnn_run("float32"), "cudnn")
+    run = cudnn_run()
+    batch = tasks.Batch(*(jax.ShapeDtypeStruct((2, 32), dtype) for dtype in (np.int32, np.int32, np.float32)))
+    traced = jax.jit(run.train_step).trace(jax.eval_shape(run.initial_state), batch)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__cudnn$fmhaSoftmaxBackward") == run.config.num_layers
+
+
+# Compiling side by side, and the copy of the report -------------------------------------------------------------------
+
+
+def test_compilations_overlap_and_end_with_a_signal() -> None:
+    stop, both, hold = StopRequest(), threading.Barrier(2, timeout=60), threading.Event()
+
+    def meet() -> str:
+        both.wait()
+        return "met"
+
+    with Compiler(stop) as compiler:
+        if (os.cpu_count() or 1) > 1:
+            assert dict(compiler.each({1: meet, 2: meet})) == {1: "met", 2: "met"}
+        stop.signal = signal.SIGTERM
+        assert dict(compiler.each({3: hold.wait})) == {}, "nothing waits for what cannot be broken off"
+        hold.set()
+        with pytest.raises(StoppedError):
+            compiler.step(recall_run("flash"), 1, 16)
+
+
+@pytest.mark.usefixtures("one_layer")
+def test_a_signal_while_steps_are_measured_keeps_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, measured, peaks = [], comparison.measured, itertools.count(1)
+
+    def with_signal(run: Run, cost: comparison.Cost, program: jax.stages.Compiled) -> comparison.Cost:
+        rows.append(dataclasses.asdict(measured(run, cost, program)))
+        signal.raise_signal(signal.SIGTERM)
+        return comparison.Cost(**rows[-1])
+
+    monkeypatch.setattr(comparison, "measured", with_signal)
+    monkeypatch.setattr(comparison, "peak_bytes", lambda: next(peaks))
+    flags = ["--implementation", "flash", "--lengths", "32,16", "--seq-len", "16", "--no-longest"]
+    assert demo(*flags, "--output", tmp_path) == 143
+    assert [row["seq_len"] for row in rows] == [16], "by growing need"
+    assert results(tmp_path)["costs"] == rows
+    assert rows[0]["peak_bytes"] > 0
+    assert demo("--resume", "--output", tmp_path) == 143
+    assert results(tmp_path)["costs"] == rows[::-1], "in the order of the options, and no row measured twice"
+    assert results(tmp_path)["training"] == {}
+
+
+@pytest.mark.usefixtures("one_layer")
+def test_a_copy_of_the_report_is_regenerated_from_its_numbers(finished: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "docs" / "demo"
+    assert demo("--resume", "--output", finished, "--report-to", copy) == 0
+    assert sorted(path.name for path in copy.iterdir()) == sorted(run_folder.OWN_FILES)
+    test_docs.check_demo_report(copy)
+    text = (copy / "report.md").read_text()
+    assert "python train_demo.py --task=recall --preset=tiny --seq-len=16" in text
+    assert str(tmp_path) not in text + (copy / "results.json").read_text()
+    (copy / "report.md").write_text(text.replace("measured", "guessed"))
+    with pytest.raises(AssertionError):
+        test_docs.check_demo_report(copy)
+
+
+def test_the_copy_of_a_text_report_names_the_file_without_its_folder() -> None:
+    found = {"options": {"file": "/home/someone/book.txt", "seed": 0}}
+    assert report.without_paths(found) == {"options": {"file": "book.txt", "seed": 0}}
+
+
+def test_a_report_is_not_copied_over_a_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo("--resume", "--output", finished, "--report-to", finished) == 2
+    assert "is the folder of a run" in capsys.readouterr().err
+
+
+def test_the_command_of_a_run_gives_its_options() -> None:
+    made = with_defaults({"implementation": ("flash",), "longest": False, "memory_budget": 0.1})
+    command = shlex.split(made.command())
+    parsed = vars(build_parser().parse_args(command[2:]))
+    given = {name: parsed[name] for name in vars(made) if parsed.get(name) is not None}
+    assert with_defaults(given) == made
+
+
 def test_other_runtime_errors_are_not_taken_for_lack_of_memory() -> None:
     assert comparison.is_out_of_memory(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
     assert not comparison.is_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: failed"))
@@ -524,39 +692,36 @@ def test_other_runtime_errors_are_not_taken_for_lack_of_memory() -> None:
 # The search for the longest sequence, and the figures -----------------------------------------------------------------
 
 
-def search(patch: pytest.MonkeyPatch, memory: Callable[[int], int | None], budget: int, *measured: int):
+def search(memory: Callable[[int], int | None], budget: int, *measured: int) -> comparison.Longest:
     """The search for a program whose memory is a function of its length; None: the device has too little."""
 
-    def compiled(_: Run, seq_len: int) -> comparison.Memory | None:
+    def memory_of(seq_len: int) -> comparison.Memory | None:
         return None if (total := memory(seq_len)) is None else comparison.Memory(0, total)
 
-    patch.setattr(comparison, "compiled_memory", compiled)
-    rows = [comparison.Cost("flash", n, comparison.MEASURED, 0, memory(n), 0.1) for n in measured]
-    return comparison.longest_sequence("flash", recall_run("flash"), budget, rows)
+    rows = [comparison.Cost("flash", n, comparison.MEASURED, 0, memory(n)) for n in measured]
+    return comparison.longest_sequence("flash", recall_run("flash"), budget, rows, memory_of)
 
 
 @pytest.mark.parametrize("measured", [(), (64,), (64, 128), (512, 1024, 2048, 4096), (1000, 3000)])
 @pytest.mark.parametrize("quadratic", [0, 20])
-def test_the_longest_sequence_is_found_with_few_compilations(
-    quadratic: int, measured: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_longest_sequence_is_found_with_few_compilations(quadratic: int, measured: tuple[int, ...]) -> None:
     def memory(seq_len: int) -> int:
         return 10**6 + 10_000 * seq_len + quadratic * seq_len**2
 
-    found = search(monkeypatch, memory, 2**31, *measured)
+    found = search(memory, 2**31, *measured)
     assert len(found.compiled) <= comparison.MAX_COMPILATIONS
     assert found.too_long == 2 * found.seq_len
     assert memory(found.seq_len) <= 2**31 < memory(2 * found.seq_len) == found.too_long_bytes
 
 
-def test_a_search_ends_at_both_ends_of_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    none = search(monkeypatch, lambda _: 100, 10, 16)
+def test_a_search_ends_at_both_ends_of_what_is_tried() -> None:
+    none = search(lambda _: 100, 10, 16)
     assert (none.seq_len, none.too_long) == (0, 1)
-    short = search(monkeypatch, lambda n: n if n < 8 else None, 100, 4)
+    short = search(lambda n: n if n < 8 else None, 100, 4)
     assert (short.seq_len, short.too_long, short.too_long_bytes) == (4, 8, None)
-    nothing = search(monkeypatch, lambda _: None, 100)
+    nothing = search(lambda _: None, 100)
     assert (nothing.seq_len, nothing.too_long_bytes, len(nothing.compiled)) == (0, None, comparison.MAX_COMPILATIONS)
-    everything = search(monkeypatch, lambda n: n, 2**40, 1024, 2048)
+    everything = search(lambda n: n, 2**40, 1024, 2048)
     assert (everything.seq_len, everything.too_long) == (comparison.LONGEST_TRIED, None)
 
 

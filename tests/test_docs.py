@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from demo import report, run_folder
 from scripts import support_table
 from tests.test_architecture import LAYERS, prefix
 
@@ -100,6 +102,19 @@ def test_layout_map_is_in_the_order_of_the_layers():
     layers = [LAYERS[entry] for entry in entries]
     assert len(layers) > 10
     assert layers == sorted(layers, reverse=True)
+
+
+def check_demo_report(folder: Path) -> None:
+    """Its page says what its numbers give, and shows the figures that are there."""
+    found = json.loads((folder / "results.json").read_text())
+    drawn = [name for name in run_folder.FIGURES if (folder / name).exists()]
+    assert (folder / "report.md").read_text() == report.page(found, drawn), "run `make demo-report`"
+
+
+def test_the_report_of_the_demo_is_current():
+    folder = ROOT / "docs" / "demo"
+    if folder.exists():  # it takes a GPU to make it
+        check_demo_report(folder)
 
 
 def test_a_wrong_number_is_found():

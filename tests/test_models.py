@@ -253,3 +253,17 @@ def test_sizes_that_do_not_fit_are_refused(changes, message):
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="implementation"):
         make(attention="no_such")(random_tokens())
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "named"),
+    [
+        ({"logits_soft_cap": 5.0}, {}, "logits_soft_cap"),
+        ({"use_sinks": True}, {}, "sinks"),
+        ({}, {"segment_ids": jnp.zeros((2, 19), int)}, "segment_ids"),
+        ({}, {"lengths": jnp.array([3, 12])}, "key_value_seq_lengths, query_seq_lengths"),
+    ],
+)
+def test_cudnn_takes_whole_sequences_only(changes, arguments, named):
+    with pytest.raises(NotImplementedError, match=f"'cudnn' takes whole sequences, without {named}"):
+        make(attention="cudnn", **changes)(random_tokens(), **arguments)

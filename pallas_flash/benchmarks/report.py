@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pallas_flash.benchmarks import results, traffic
+from pallas_flash.benchmarks import environment, results, traffic
 from pallas_flash.benchmarks.cases import PASSES
 from pallas_flash.benchmarks.decoding import PASS as DECODE
 from pallas_flash.benchmarks.tables import Table, as_html, markdown
@@ -224,10 +224,7 @@ def table(name: str, content: Content, passed: str, workloads: str = "*") -> Tab
 def setting(content: Content) -> str:
     """Where, how and from what, in a sentence or two."""
     where, settings = content["environment"], content["settings"]
-    commit = where["commit"] and f"commit {where['commit'][:12]}{' with changes' if where['dirty'] else ''}"
-    driver = where["driver"] and f"driver {where['driver']}"
-    parts = [where["device"], driver, f"jax {where['jax']}", commit, f"inputs {content['inputs']}"]
-    said = "; ".join(part for part in parts if part)
+    said = f"{environment.summary(where)}; inputs {content['inputs']}"
     if content["kind"] == traffic.KIND:
         return f"{said}. Counted by ncu. Command: `{where['command']}`"
     clocks = " and ".join(sorted({row["clock"] for row in content["rows"] if row["status"] == "ok"}))

@@ -6,17 +6,14 @@ import datetime
 import importlib.metadata
 import json
 import os
-import platform
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import jax
+from pallas_flash.benchmarks.environment import facts
 
 SCHEMA = 1
-ROOT = Path(__file__).parent
 
 
 class ResultsFile:
@@ -65,18 +62,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def environment(module: str = "") -> dict[str, Any]:
     """Where the numbers come from. module: which one of the package was run, if not the package."""
-    device = jax.devices()[0]
-    commit = _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
     return {
-        "device": device.device_kind,
-        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "runtime": device.client.platform_version,
-        "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "commit": commit,
-        "dirty": None if commit is None else _said("git", "-C", str(ROOT), "status", "--porcelain") is not None,
+        **facts(),
         "command": shlex.join(["python", "-m", ".".join(["pallas_flash.benchmarks", *module.split()]), *sys.argv[1:]]),
         "peers": {name: _version(name) for name in ("tokamax", "dew-flash-attn-cu13", "dew-flash-attn-cu12", "torch")},
     }
@@ -87,12 +74,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _said(*command: str) -> str | None:
-    """What a command prints first; None where there is no such command or it fails."""
-    try:
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(done.stdout.splitlines()), None)
