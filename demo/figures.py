@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from demo.run_folder import FIGURES, RunFolder
+from demo.run_folder import DRAWING, RunFolder
 from demo.summary import Results, label, losses, unit
 
-LOSS_FIGURE, MEMORY_FIGURE, TIME_FIGURE = FIGURES
 # Okabe and Ito's palette, told apart with any colour vision; lines differ in shape and marker as well.
 STYLES = (
     {"color": "#D55E00", "linestyle": "-", "marker": "o"},
@@ -34,6 +33,7 @@ LOOK = {
     "grid.color": "#E5E5E5",
     "legend.frameon": False,
     "savefig.dpi": 160,
+    "svg.hashsalt": "demo",  # the same numbers give the same file
 }
 GREY = "#444444"
 MAX_TICKS = 7  # of a logarithmic axis of quantities
@@ -41,9 +41,9 @@ MAX_TICKS = 7  # of a logarithmic axis of quantities
 
 def draw(results: Results, folder: RunFolder) -> list[str]:
     """Save the figures for which there are numbers; returns their names."""
-    drawings = {LOSS_FIGURE: draw_losses, MEMORY_FIGURE: draw_memory, TIME_FIGURE: draw_time}
+    drawings = zip(folder.figures, (draw_losses, draw_memory, draw_time), strict=True)
     with matplotlib.rc_context(LOOK):
-        return [name for name, draw_one in drawings.items() if draw_one(results, folder.file(name))]
+        return [name for name, draw_one in drawings if draw_one(results, folder.file(name))]
 
 
 def _styles(results: Results) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -73,7 +73,7 @@ def draw_losses(results: Results, path: Path) -> bool:
         _draw_difference(rows[1, 0], results)
     rows[-1, 0].set_xlabel("training step")
     rows[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(path)
+    _save(figure, path)
     return True
 
 
@@ -182,8 +182,12 @@ def _save_lengths_figure(
     _scale_lengths(axes, lengths)
     _scale_quantity(axes, values)
     axes.legend(*legend, loc="best")
-    figure.savefig(path)
+    _save(figure, path)
     return True
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, metadata={"Date": None} if path.suffix == DRAWING else None)
 
 
 def _scale_lengths(axes: Axes, lengths: np.ndarray) -> None:

@@ -169,7 +169,7 @@ def _markdown(results: Results, figures: list[str]) -> Iterator[str]:
     if sentence := agreement_sentence(results):
         yield from ("", "## Agreement", "", sentence)
     for name in figures:
-        yield from ("", f"![{name.removesuffix('.png')}]({name})")
+        yield from ("", f"![{name.partition('.')[0]}]({name})")
     for name, drawn in _samples(results):
         yield from ("", f"## Sample of the model trained with {name}", "")
         yield "The prompt is the beginning of the validation text:"

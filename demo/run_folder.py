@@ -12,17 +12,18 @@ from demo import InputError
 
 OPTIONS, RESULTS, REPORT, CHECKPOINTS = "options.json", "results.json", "report.md", "checkpoints"
 OUTPUT = Path("output")
-FIGURES = ("loss.png", "memory.png", "time.png")
-OWN_FILES = (RESULTS, REPORT, *FIGURES)
+FIGURES = ("loss", "memory", "time")
+PICTURE, DRAWING = ".png", ".svg"  # for a screen; for a repository, as text
 
 
 class RunFolder:
     """A folder that holds one run."""
 
-    def __init__(self, path: Path, *, writes: bool = True):
-        """writes=False: for a process of several that leaves writing to another one."""
+    def __init__(self, path: Path, *, writes: bool = True, figures: str = PICTURE):
+        """writes=False: for a process of several that leaves writing to another one. figures: what they end in."""
         self.path = path
         self.writes = writes
+        self.figures = tuple(name + figures for name in FIGURES)
 
     @classmethod
     def fresh(cls, path: Path | None, parent: Path, *, overwrite: bool) -> RunFolder:
@@ -54,7 +55,7 @@ class RunFolder:
         if (path / OPTIONS).exists() or (output is not None and path.resolve() == output.resolve()):
             raise InputError(f"--report-to {path}: is the folder of a run, which has its report; name another one")
         try:
-            folder = cls(path)
+            folder = cls(path, figures=DRAWING)
             path.mkdir(parents=True, exist_ok=True)
             folder._prove_writable()
         except OSError as error:
@@ -63,6 +64,11 @@ class RunFolder:
 
     def file(self, name: str) -> Path:
         return self.path / name
+
+    @property
+    def own_files(self) -> tuple[str, ...]:
+        """That the report is made of."""
+        return RESULTS, REPORT, *self.figures
 
     def checkpoints(self, implementation: str) -> Path:
         return self.path / CHECKPOINTS / implementation
@@ -88,7 +94,7 @@ class RunFolder:
 
     def _make_room(self, overwrite: bool) -> None:
         """Refuse what is not ours; delete an earlier run, and nothing else, where --overwrite asks for it."""
-        held = [name for name in (OPTIONS, CHECKPOINTS, *OWN_FILES) if self.file(name).exists()]
+        held = [name for name in (OPTIONS, CHECKPOINTS, *self.own_files) if self.file(name).exists()]
         if not held:
             return
         if OPTIONS not in held:
@@ -97,7 +103,7 @@ class RunFolder:
             raise InputError(f"--output {self.path}: holds an earlier run; add --resume to go on or --overwrite")
         if self.file(CHECKPOINTS).exists():
             shutil.rmtree(self.file(CHECKPOINTS))
-        for name in (*OWN_FILES, OPTIONS):  # the options last: until then, the folder is known to be a run's
+        for name in (*self.own_files, OPTIONS):  # the options last: until then, the folder is known to be a run's
             self.file(name).unlink(missing_ok=True)
 
 

@@ -107,7 +107,7 @@ def test_layout_map_is_in_the_order_of_the_layers():
 def check_demo_report(folder: Path) -> None:
     """Its page says what its numbers give, and shows the figures that are there."""
     found = json.loads((folder / "results.json").read_text())
-    drawn = [name for name in run_folder.FIGURES if (folder / name).exists()]
+    drawn = [name for stem in run_folder.FIGURES if (folder / (name := f"{stem}{run_folder.DRAWING}")).exists()]
     assert (folder / "report.md").read_text() == report.page(found, drawn), "run `make demo-report`"
 
 
