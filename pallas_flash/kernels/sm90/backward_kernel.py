@@ -206,11 +206,12 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
     sums = [(BLOCK, config.sum_columns(columns)) for columns in (shapes.head_dim, shapes.value_head_dim)]
     for handshake, slots in _handshakes(plan, barriers):
         bar.release_all(handshake, slots)
-    if barriers.turns is not None:
-        barriers.turns.open(wg)
+    barriers.turns.open(wg)
 
     def compute_item(item: WorkItem) -> None:
         work = _work(plan, refs.inputs, item)
+        if config.dk_in_ds:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's dK
 
         def with_dk(dk: Ref) -> Any:
             with_dv = lambda dv: _walk(Worker(plan, refs, wg, work, dk, dv))  # noqa: E731
@@ -232,8 +233,7 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
         plgpu.barrier_arrive(barriers.v.consumed.at[0])
 
     _for_each_item(plan, refs.inputs, compute_item)
-    if barriers.turns is not None:
-        barriers.turns.close(wg)
+    barriers.turns.close(wg)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -273,7 +273,8 @@ def _walk(worker: Worker) -> tuple[jax.Array, jax.Array]:
 
         if plan.late_dq:
             steps = item.q_end - item.q_start
-            last = block(schedule.query_block(item, steps - 1), _parity(steps - 1 - schedule.masked_steps(item)))
+            last_step = jnp.maximum(steps, 1) - 1  # block -1, of no steps, would be at an address behind the buffers
+            last = block(schedule.query_block(item, last_step), _parity(last_step - schedule.masked_steps(item)))
             backward_keys.last_dq(worker, last._replace(first=steps == 0))
 
     _for_each_head(plan, item, walk_head)

@@ -123,8 +123,7 @@ def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
     def with_dp(s: Ref, dp: Ref) -> Any:
         dout = block.at(buffers.dout, block.dout_slot)
         tensor_cores.start(dp, block.at(buffers.v, 0, own), dout.transpose((1, 0)))
-        if barriers.turns is not None:
-            barriers.turns.pass_on(worker.wg)
+        barriers.turns.pass_on(worker.wg)
         p, derivative = tile_.weights(worker, block, tile, tensor_cores.load(s, pending=1))
         # Only now, as registers are short.
         p, delta_slot = lax.optimization_barrier((p, block.dout_slot))
@@ -140,19 +139,26 @@ def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
 
 
 def store_tile(worker: Worker, dk: jax.Array, dv: jax.Array) -> None:
-    """From buffers of their own; else dK and dV take the place of K and V in shared memory, once no warpgroup
-    multiplies with K any more."""
+    """From buffers of their own; else dK and dV take the place of K and V in shared memory, or of dS, once no
+    warpgroup multiplies with K or dS any more."""
     plan, (_, outputs, buffers, _), item = worker.plan, worker.refs, worker.work.item
-    own = _own_keys(worker.wg)
-    keys = pl.ds(item.ki * plan.config.block_kv + worker.wg * BLOCK, BLOCK)
-    if plan.config.own_outputs:
-        dk_smem, dv_smem = buffers.dk, buffers.dv
+    config, own = plan.config, _own_keys(worker.wg)
+    keys = pl.ds(item.ki * config.block_kv + worker.wg * BLOCK, BLOCK)
+    if config.own_outputs:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    else:
-        dk_smem, dv_smem = buffers.k, buffers.v
+    if config.dk_in_ds or not config.own_outputs:
         tile_.meet(worker.refs)
-    dv_smem[0, own] = dv.astype(plan.dtype)
-    dk_smem[0, own] = dk.astype(plan.dtype)
+    dv_smem = (buffers.dv if config.own_outputs else buffers.v).at[0, own]
+    if config.dk_in_ds:
+        dk_smem, columns = [buffers.ds.at[part, own] for part in range(2)], config.block_q
+    else:
+        dk_smem, columns = [(buffers.dk if config.own_outputs else buffers.k).at[0, own]], plan.shapes.head_dim
+    dv_smem[...] = dv.astype(plan.dtype)
+    dk = dk.astype(plan.dtype)
+    for part, smem in enumerate(dk_smem):
+        smem[...] = dk[:, part * columns : (part + 1) * columns]
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(dv_smem.at[0, own], outputs.dv.at[item.batch, keys, item.kv_head])
-    plgpu.copy_smem_to_gmem(dk_smem.at[0, own], outputs.dk.at[item.batch, keys, item.kv_head])
+    plgpu.copy_smem_to_gmem(dv_smem, outputs.dv.at[item.batch, keys, item.kv_head])
+    for part, smem in enumerate(dk_smem):
+        target = outputs.dk.at[item.batch, keys, item.kv_head, pl.ds(part * columns, columns)]
+        plgpu.copy_smem_to_gmem(smem, target)
