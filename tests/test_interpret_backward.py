@@ -27,7 +27,8 @@ ROOT = Path(__file__).parent.parent
 CAUSAL = masks.Band(None, 0)
 COLUMNS = BackwardConfig()
 BY_ROWS = BackwardConfig(block_q=128)
-LATE = BackwardConfig(block_q=128, own_outputs=True, late_dq=True, num_ctas=2, head_group=2)
+TURNS = {"own_outputs": True, "late_dq": True, "take_turns": True}
+LATE = BackwardConfig(block_q=128, num_ctas=2, head_group=2, **TURNS)
 SHARED = BackwardConfig(block_kv=64, dout_stages=1)
 QUERIES = QueriesConfig(num_ctas=2, head_group=2)
 TOLERANCE = 4e-3  # of bfloat16, relative to the gradient's norm
@@ -80,6 +81,11 @@ CASES = {
         operands_of(1, 320, 192, 2, 1, (128, 128)),
         COLUMNS,
     ),
+    "causal, three heads a key head, persistent, dQ late, early scores, dK in the place of dS": (
+        AttentionSpec(0.1, (CAUSAL,)),
+        operands_of(1, 192, 192, 3, 1, (128, 128)),
+        BackwardConfig(num_ctas=1, early_scores=True, **TURNS),
+    ),
     "soft cap, sinks, float16, persistent, cut-off keys and queries": (
         AttentionSpec(0.125, soft_cap=3.0),
         operands_of(1, 133, 200, 2, 2, (64, 64), jnp.float16, sinks=jnp.array([0.5, -jnp.inf])),
@@ -87,7 +93,7 @@ CASES = {
     ),
     "window, dead rows, head dims": (
         AttentionSpec(0.125, (masks.Band(20, -3),), q_offset=-10),
-        operands_of(1, 200, 160, 1, 1, (24, 72)),
+        operands_of(1, 200, 260, 1, 1, (24, 72)),
         LATE,
     ),
     "traced scale < 0 and offsets, prefix, chunks, lengths": (

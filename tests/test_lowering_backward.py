@@ -193,8 +193,11 @@ def test_a_config_for_dq_names_what_is_wrong(wrong):
         {"dout_stages": 3},
         {"head_group": 0},
         {"num_ctas": 0},
-        {"late_dq": True},
-        {"own_outputs": True},
+        {"late_dq": True, "block_kv": 64},
+        {"own_outputs": True, "block_kv": 64},
+        {"take_turns": True},
+        {"early_scores": True},
+        {"take_turns": True, "late_dq": True, "num_stages": 1},
     ],
 )
 def test_a_config_names_what_is_wrong(wrong):

@@ -85,6 +85,17 @@ class NamedTurns:
         pl.when(wg == 0)(lambda: self.wait(wg))
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoTurns:
+    """Nobody waits for anybody."""
+
+    def open(self, wg: Any) -> None: ...
+    def wait(self, wg: Any) -> None: ...
+    def pass_on(self, wg: Any) -> None: ...
+    def close(self, wg: Any) -> None: ...
+
+
 TURN_WGS = 2  # the one that waits and the one that passes the turn on
 
 

@@ -57,7 +57,11 @@ def store_rows(source: Any, target: Any, rows: Any) -> None:
             plgpu.copy_smem_to_gmem(source.at[pl.ds(0, rest)], target.at[pl.ds(rows.start, rest)])
 
 
-def add_matrix(source: Any, target: Any, *, interpreted: bool) -> None:
-    """Add a float32 matrix to one in device memory, in the background; the order of several sums is not defined. The
-    interpreter only copies: it has no such addition."""
-    plgpu.copy_smem_to_gmem(source, target, reduction_op=None if interpreted else "add")
+def add_matrix(source: Any, target: Any, predicate: Any = None, *, interpreted: bool) -> None:
+    """Add a float32 matrix to one in device memory, in the background, if the predicate holds; the order of several
+    sums is not defined. The interpreter only copies: it has no such addition, and no predicate."""
+    if not interpreted:
+        plgpu.copy_smem_to_gmem(source, target, predicate, reduction_op="add")
+        return
+    copy = lambda: plgpu.copy_smem_to_gmem(source, target)  # noqa: E731
+    copy() if predicate is None else pl.when(predicate)(copy)

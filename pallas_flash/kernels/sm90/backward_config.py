@@ -29,7 +29,9 @@ class BackwardConfig:
     head_group: int = 1  # heads whose tiles are worked on together, those with the most queries first
     num_ctas: int | None = None  # persistent CTAs; None: one for each work item
     own_outputs: bool = False  # dK and dV leave from buffers of their own, so that the next K and V come earlier
-    late_dq: bool = False  # dQ of a block comes a step later, and warpgroups take turns at the tensor cores
+    late_dq: bool = False  # dQ of a block is multiplied a step later, so that no warpgroup waits for the other's dS
+    take_turns: bool = False  # warpgroups alternate between the tensor cores and P, dS; with late_dq only
+    early_scores: bool = False  # K Q^T of a block is issued before dK of the one before has ended; with late_dq only
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -42,8 +44,14 @@ class BackwardConfig:
             if stages not in (1, 2):
                 raise ValueError(f"{name}={stages} must be 1 or 2")
         for name in ("own_outputs", "late_dq"):
-            if getattr(self, name) and self.block_q != 128:
-                raise ValueError(f"self.{name}=True needs {self.block_q=} to be 128")
+            if getattr(self, name) and self.shares_keys:
+                raise ValueError(f"self.{name}=True needs {self.block_kv=} to be 128")
+        for name in ("take_turns", "early_scores"):
+            if getattr(self, name) and not self.late_dq:
+                raise ValueError(f"self.{name}=True needs {self.late_dq=} to be True")
+        if self.take_turns and min(self.num_stages, self.dout_stages) < 2:
+            # A warpgroup that has its turn waits for the next block, which would wait for the other one's turn.
+            raise ValueError(f"self.take_turns=True needs {self.num_stages=} and {self.dout_stages=} to be 2")
         if self.head_group < 1:
             raise ValueError(f"{self.head_group=} must be at least 1")
         if self.num_ctas is not None and self.num_ctas < 1:
@@ -52,6 +60,11 @@ class BackwardConfig:
     @property
     def shares_keys(self) -> bool:
         return self.block_kv == BLOCK
+
+    @property
+    def dk_in_ds(self) -> bool:
+        """Whether dK leaves from the two buffers of dS: beside dV's there is no room for one of its own."""
+        return self.own_outputs and self.block_q == BLOCK
 
     def needs_slopes(self, dtype: Any, *, derivative: bool, dropout: bool) -> bool:
         """Whether dS is made from another matrix in shared memory than P as the product with dO takes it: P before
@@ -96,5 +109,5 @@ class BackwardConfig:
         weights = (1 if self.shares_keys else 2) * tile + self.shares_keys * (2 + slopes) * tile
         dq = COMPUTE_WGS * BLOCK * self.dq_columns(head_dims[0]) * 4
         rows = sum(round_up(n * self.block_q * 4, BUFFER_ALIGNMENT) for n in (*stages, *[self.num_stages] * maximum))
-        outputs = self.own_outputs * self.block_kv * sum(head_dims)
+        outputs = self.own_outputs * self.block_kv * (head_dims[1] if self.dk_in_ds else sum(head_dims))
         return outputs * itemsize + keys + queries + weights + dq + rows + BARRIER_BYTES

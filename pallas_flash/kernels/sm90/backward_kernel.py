@@ -206,11 +206,12 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
     sums = [(BLOCK, config.sum_columns(columns)) for columns in (shapes.head_dim, shapes.value_head_dim)]
     for handshake, slots in _handshakes(plan, barriers):
         bar.release_all(handshake, slots)
-    if barriers.turns is not None:
-        barriers.turns.open(wg)
+    barriers.turns.open(wg)
 
     def compute_item(item: WorkItem) -> None:
         work = _work(plan, refs.inputs, item)
+        if config.dk_in_ds:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's dK
 
         def with_dk(dk: Ref) -> Any:
             with_dv = lambda dv: _walk(Worker(plan, refs, wg, work, dk, dv))  # noqa: E731
@@ -232,8 +233,7 @@ def _compute_warpgroup(plan: Plan, refs: Refs, wg: int) -> None:
         plgpu.barrier_arrive(barriers.v.consumed.at[0])
 
     _for_each_item(plan, refs.inputs, compute_item)
-    if barriers.turns is not None:
-        barriers.turns.close(wg)
+    barriers.turns.close(wg)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -259,6 +259,11 @@ def _walk(worker: Worker) -> tuple[jax.Array, jax.Array]:
         late = functools.partial(_with_before, plan, item)
         if plan.late_dq:
             backward_keys.before_first(worker)
+        if plan.early_scores:
+            # Not pl.when: accumulators pass through loops only.
+            pl.loop(0, jnp.minimum(item.q_end - item.q_start, 1))(lambda _: _walk_early(worker, head))
+            backward_keys.last_dq(worker, _last(plan, item, head))
+            return
         if plan.some_masked:
 
             @pl.loop(0, schedule.masked_steps(item))
@@ -272,12 +277,37 @@ def _walk(worker: Worker) -> tuple[jax.Array, jax.Array]:
             step(late(block(i, _parity(i - item.full_start)), i - item.full_start + schedule.masked_steps(item)))
 
         if plan.late_dq:
-            steps = item.q_end - item.q_start
-            last = block(schedule.query_block(item, steps - 1), _parity(steps - 1 - schedule.masked_steps(item)))
-            backward_keys.last_dq(worker, last._replace(first=steps == 0))
+            backward_keys.last_dq(worker, _last(plan, item, head))
 
     _for_each_head(plan, item, walk_head)
     return plan.tensor_cores.load(worker.dk, pending=0), plan.tensor_cores.load(worker.dv, pending=0)
+
+
+def _walk_early(worker: Worker, head: jax.Array) -> None:
+    """The same over one or more blocks, each with the products of the one before."""
+    plan, item = worker.plan, worker.work.item
+    masked_steps, steps = schedule.masked_steps(item), item.q_end - item.q_start
+
+    def block(step: jax.Array, *, masked: bool = False) -> Block:
+        each = _block(plan, head, schedule.query_block(item, step), _parity(step - masked_steps), masked=masked)
+        return _with_before(plan, item, each, step)
+
+    def body(step: jax.Array, weights: tuple[jax.Array, jax.Array], *, masked: bool) -> tuple[jax.Array, jax.Array]:
+        return backward_keys.early_step(worker, block(step - 1), *weights, block(step, masked=masked))
+
+    first = jnp.int32(0)
+    weights = backward_keys.weights(worker, block(first, masked=plan.some_masked))
+    if plan.some_masked:
+        weights = pl.loop(1, masked_steps, init_carry=weights)(functools.partial(body, masked=True))
+    weights = pl.loop(jnp.maximum(masked_steps, 1), steps, init_carry=weights)(functools.partial(body, masked=False))
+    backward_keys.late_products(worker, block(steps - 1), *weights)
+
+
+def _last(plan: Plan, item: WorkItem, head: jax.Array) -> Block:
+    steps = item.q_end - item.q_start
+    step = jnp.maximum(steps, 1) - 1  # block -1, of no steps, would be at an address behind the buffers
+    last = _block(plan, head, schedule.query_block(item, step), _parity(step - schedule.masked_steps(item)))
+    return last._replace(first=steps == 0)
 
 
 def _with_before(plan: Plan, item: WorkItem, block: Block, step: jax.Array) -> Block:

@@ -7,6 +7,7 @@ dS^T passes through shared memory: dQ = dS K sums over the keys of both warpgrou
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,9 +29,9 @@ def step(worker: Worker, block: Block) -> None:
     """One block of queries."""
     plan, refs, wg = worker.plan, worker.refs, worker.wg
     tensor_cores, (_, _, buffers, barriers) = plan.tensor_cores, refs
-    p, ds = _weights(worker, block)
+    p, ds = weights(worker, block)
     if plan.late_dq:
-        _late_products(worker, block, p, ds)
+        late_products(worker, block, p, ds)
         return
     tensor_cores.start(worker.dv, p, block.at(buffers.dout, block.dout_slot))
     if not plan.sums_dq:
@@ -54,8 +55,27 @@ def step(worker: Worker, block: Block) -> None:
     plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
 
 
-def _late_products(worker: Worker, block: Block, p: jax.Array, ds: jax.Array) -> None:
+def late_products(worker: Worker, block: Block, p: jax.Array, ds: jax.Array) -> None:
     """dV and dK of this block, dQ of the one before: its dS has long come from both warpgroups."""
+    _start_late_products(worker, block, p, ds)
+    _end_late_products(worker, block, pending=0)
+
+
+def early_step(worker: Worker, before: Block, p: jax.Array, ds: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
+    """The products with P and dS of the block before, and P and dS of this one: between the two the tensor cores do
+    not run dry, and nothing is in flight across the end."""
+    _start_late_products(worker, before, p, ds)
+    return weights(worker, block, meanwhile=functools.partial(_end_late_products, worker, before, pending=1))
+
+
+def _end_late_products(worker: Worker, block: Block, *, pending: int) -> None:
+    """Once at most so many later products are in flight."""
+    worker.plan.tensor_cores.wait(pending)
+    plgpu.barrier_arrive(worker.refs.barriers.q.consumed.at[block.q_slot])
+
+
+def _start_late_products(worker: Worker, block: Block, p: jax.Array, ds: jax.Array) -> None:
+    """All but the end of dK's."""
     plan, (_, _, buffers, barriers), wg = worker.plan, worker.refs, worker.wg
     tensor_cores = plan.tensor_cores
     (chunk,) = plan.config.dq_chunks(wg, plan.shapes.head_dim)
@@ -76,8 +96,6 @@ def _late_products(worker: Worker, block: Block, p: jax.Array, ds: jax.Array) ->
     tile_.add_dq(worker, block.before, block.head, chunk, dq, block.first)
     tensor_cores.wait(1)
     plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
-    tensor_cores.wait(0)
-    plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
 
 
 def before_first(worker: Worker) -> None:
@@ -88,7 +106,7 @@ def before_first(worker: Worker) -> None:
 
 
 def last_dq(worker: Worker, last: Block) -> None:
-    """What `_late_products` leaves after the last block; last.first: there was none."""
+    """What `late_products` leaves after the last block; last.first: there was none."""
     tensor_cores, barriers = worker.plan.tensor_cores, worker.refs.barriers
     (chunk,) = worker.plan.config.dq_chunks(worker.wg, worker.plan.shapes.head_dim)
     barriers.turns.pass_on(worker.wg)
@@ -109,22 +127,23 @@ def _start_dq(worker: Worker, acc: Ref, block: Block, parity: Any) -> None:
     plan.tensor_cores.start(acc, ds, block.at(buffers.k, 0, slice(None), pl.ds(column, columns)))
 
 
-def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
-    """P^T as dropout leaves it and dS^T, 16-bit. dS is the gradient of scale * q.k: the scale comes at the end."""
+def weights(worker: Worker, block: Block, meanwhile: Callable[[], None] = lambda: None) -> tuple[jax.Array, jax.Array]:
+    """P^T as dropout leaves it and dS^T, 16-bit. dS is the gradient of scale * q.k: the scale comes at the end.
+    meanwhile: what to do while K Q^T is in flight."""
     plan, (_, _, buffers, barriers), own = worker.plan, worker.refs, _own_keys(worker.wg)
     tensor_cores, shape = plan.tensor_cores, (BLOCK, plan.config.block_q)
     tile = tile_.tile_scores(worker, block)
 
     def with_scores(s: Ref) -> Any:
         tensor_cores.start(s, block.at(buffers.k, 0, own), block.at(buffers.q, block.q_slot).transpose((1, 0)))
+        meanwhile()
         plgpu.barrier_wait(barriers.dout.produced.at[block.dout_slot])
         return tensor_cores.accumulator(functools.partial(with_dp, s), shape, worker.accumulators.dp)
 
     def with_dp(s: Ref, dp: Ref) -> Any:
         dout = block.at(buffers.dout, block.dout_slot)
         tensor_cores.start(dp, block.at(buffers.v, 0, own), dout.transpose((1, 0)))
-        if barriers.turns is not None:
-            barriers.turns.pass_on(worker.wg)
+        barriers.turns.pass_on(worker.wg)
         p, derivative = tile_.weights(worker, block, tile, tensor_cores.load(s, pending=1))
         # Only now, as registers are short.
         p, delta_slot = lax.optimization_barrier((p, block.dout_slot))
@@ -140,19 +159,26 @@ def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
 
 
 def store_tile(worker: Worker, dk: jax.Array, dv: jax.Array) -> None:
-    """From buffers of their own; else dK and dV take the place of K and V in shared memory, once no warpgroup
-    multiplies with K any more."""
+    """From buffers of their own; else dK and dV take the place of K and V in shared memory, or of dS, once no
+    warpgroup multiplies with K or dS any more."""
     plan, (_, outputs, buffers, _), item = worker.plan, worker.refs, worker.work.item
-    own = _own_keys(worker.wg)
-    keys = pl.ds(item.ki * plan.config.block_kv + worker.wg * BLOCK, BLOCK)
-    if plan.config.own_outputs:
-        dk_smem, dv_smem = buffers.dk, buffers.dv
+    config, own = plan.config, _own_keys(worker.wg)
+    keys = pl.ds(item.ki * config.block_kv + worker.wg * BLOCK, BLOCK)
+    if config.own_outputs:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    else:
-        dk_smem, dv_smem = buffers.k, buffers.v
+    if config.dk_in_ds or not config.own_outputs:
         tile_.meet(worker.refs)
-    dv_smem[0, own] = dv.astype(plan.dtype)
-    dk_smem[0, own] = dk.astype(plan.dtype)
+    dv_smem = (buffers.dv if config.own_outputs else buffers.v).at[0, own]
+    if config.dk_in_ds:
+        dk_smem, columns = [buffers.ds.at[part, own] for part in range(2)], config.block_q
+    else:
+        dk_smem, columns = [(buffers.dk if config.own_outputs else buffers.k).at[0, own]], plan.shapes.head_dim
+    dv_smem[...] = dv.astype(plan.dtype)
+    dk = dk.astype(plan.dtype)
+    for part, smem in enumerate(dk_smem):
+        smem[...] = dk[:, part * columns : (part + 1) * columns]
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(dv_smem.at[0, own], outputs.dv.at[item.batch, keys, item.kv_head])
-    plgpu.copy_smem_to_gmem(dk_smem.at[0, own], outputs.dk.at[item.batch, keys, item.kv_head])
+    plgpu.copy_smem_to_gmem(dv_smem, outputs.dv.at[item.batch, keys, item.kv_head])
+    for part, smem in enumerate(dk_smem):
+        target = outputs.dk.at[item.batch, keys, item.kv_head, pl.ds(part * columns, columns)]
+        plgpu.copy_smem_to_gmem(smem, target)

@@ -52,7 +52,7 @@ class Buffers(NamedTuple):
     dq: Ref | None  # [warpgroups, rows, columns], float32
     p: Ref | None  # [2, block_kv, block_q], where the warpgroups share the keys
     slopes: Ref | None  # likewise [block_kv, block_q], P before dropout times the derivative of the logits
-    dk: Ref | None  # [1, block_kv, H], if not in the place of K
+    dk: Ref | None  # [1, block_kv, H], if not in the place of K or dS
     dv: Ref | None  # [1, block_kv, Hv], if not in the place of V
     accumulators: Accumulators
 
@@ -77,7 +77,7 @@ class Barriers(NamedTuple):
     dout: bar.Handshake  # with delta
     meeting: bar.Meeting | bar.NamedMeeting  # of the compute warpgroups
     ds: bar.Exchange | None  # between them, where dQ is late
-    turns: bar.Turns | bar.NamedTurns | None
+    turns: bar.Turns | bar.NamedTurns | bar.NoTurns
 
 
 class Refs(NamedTuple):
@@ -152,6 +152,14 @@ class Plan:
         return self.config.late_dq and self.sums_dq
 
     @property
+    def early_scores(self) -> bool:
+        return self.config.early_scores and self.late_dq
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.config.take_turns and self.late_dq
+
+    @property
     def slopes(self) -> bool:
         """Whether the warpgroup that makes dS needs another matrix than the one that multiplies dO."""
         return self.config.shares_keys and self.config.needs_slopes(
@@ -193,7 +201,7 @@ def buffers(plan: Plan) -> Buffers:
         dq=memory.matrix((COMPUTE_WGS, BLOCK, columns), jnp.float32) if plan.sums_dq else None,
         p=tiles(2, shapes.value_head_dim) if config.shares_keys else None,
         slopes=memory.matrix((block_kv, block_q), plan.slopes_dtype) if plan.slopes else None,
-        dk=matrix((1, block_kv, shapes.head_dim)) if config.own_outputs else None,
+        dk=matrix((1, block_kv, shapes.head_dim)) if config.own_outputs and not config.dk_in_ds else None,
         dv=matrix((1, block_kv, shapes.value_head_dim)) if config.own_outputs else None,
         accumulators=Accumulators(
             scores=scratch(block_q),
@@ -214,7 +222,7 @@ def barriers(plan: Plan) -> Barriers:
         dout=_handshake_of_copies(config.dout_stages, 2),
         meeting=plan.tensor_cores.meeting(COMPUTE_WGS),
         ds=bar.exchange(COMPUTE_WGS) if plan.late_dq else None,
-        turns=plan.tensor_cores.turns(COMPUTE_WGS) if plan.late_dq else None,
+        turns=plan.tensor_cores.turns(COMPUTE_WGS) if plan.takes_turns else bar.NoTurns(),
     )
 
 

@@ -80,11 +80,9 @@ def add_dq(
     staged[...] = dq
     plgpu.commit_smem()
 
-    def add() -> None:
-        target = refs.inputs.dq.at[batch, pl.ds(q_base + row, BLOCK), head, pl.ds(column, columns)]
-        memory.add_matrix(staged, target, interpreted=plan.interpreted)
-
-    add() if unless is None else pl.when(jnp.logical_not(unless))(add)
+    target = refs.inputs.dq.at[batch, pl.ds(q_base + row, BLOCK), head, pl.ds(column, columns)]
+    predicate = None if unless is None else jnp.logical_not(unless)
+    memory.add_matrix(staged, target, predicate, interpreted=plan.interpreted)
 
 
 def add_dk(worker: Worker, block: Block, ds: Any, columns: Any = slice(None)) -> None:
