@@ -37,7 +37,13 @@ FORWARD = {
     "everything": LARGE,
 }
 BACKWARD = {
-    "causal, grouped heads, 128": Configs(QueriesConfig(), KeysConfig(block_q=32)),
+    "causal, grouped heads, 128": Configs(QueriesConfig(), KeysConfig(part_q=32, fused=True)),
+    "soft cap, sinks, float16, persistent, cut-off keys and queries": Configs(
+        QueriesConfig(), KeysConfig(block_kv=128, part_q=32, fused=True)
+    ),
+    "traced scale < 0 and offsets, prefix, chunks, lengths": Configs(
+        QueriesConfig(), KeysConfig(block_q=128, part_q=64, num_stages=1, fused=True)
+    ),
     "two kernels: window, dead rows, traced scale, a bias of queries": Configs(
         QueriesConfig(block_q=128, block_kv=32, num_stages=1), KeysConfig(block_kv=128, block_q=32)
     ),

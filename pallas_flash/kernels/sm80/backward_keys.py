@@ -1,12 +1,14 @@
-"""dK and dV for every GPU since Ampere, without a sum over CTAs: bit-equal on repeats.
+"""dK and dV for every GPU since Ampere, without a sum over CTAs: bit-equal on repeats; and if wanted dQ, with one.
 
 A CTA is one warpgroup. It holds 64 or 128 keys with their values and walks over the queries, of all the query heads
 that share the keys, in blocks. Tiles have keys as rows: P^T and dS^T stay in registers, where they are the left
-operands of dV += P^T dO and dK += dS^T Q.
+operands of dV += P^T dO and dK += dS^T Q. For dQ a block's dS^T goes through shared memory, part by part: dS K of the
+whole block is then added to float32 in device memory, in no fixed order, as FlashAttention-2 does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from pallas_flash.kernels import memory
 from pallas_flash.kernels.backward_rows import Rows
 from pallas_flash.kernels.backward_schedule import WorkItem
 from pallas_flash.kernels.backward_weights import dlogits, times, weights_of
-from pallas_flash.kernels.sizes import ROW_UNIT, padded_head_dims
+from pallas_flash.kernels.sizes import ROW_UNIT, padded_head_dims, round_up
 from pallas_flash.kernels.sm80 import backward_plan
 from pallas_flash.kernels.sm80.backward_plan import Arrays, Inputs, Plan, Ref, Work
 from pallas_flash.kernels.sm80.config import COLUMN_UNIT, KeysConfig
@@ -30,7 +32,12 @@ from pallas_flash.kernels.tile_mask import TileIndex
 from pallas_flash.kernels.tile_scores import TileScores
 from pallas_flash.kernels.tma import Rows as CopiedRows
 from pallas_flash.kernels.tma import padded
-from pallas_flash.spec import AttentionSpec, Operands
+from pallas_flash.spec import AttentionSpec, Operands, Shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class KeysPlan(Plan):
+    config: KeysConfig
 
 
 class Sums(NamedTuple):
@@ -46,12 +53,13 @@ class Buffers(NamedTuple):
     q: Ref  # [stages, block_q, H]
     dout: Ref  # [stages, block_q, Hv]
     rows: Rows  # [stages, block_q]
+    ds: Ref | None  # dS^T of a block: [parts, block_kv, columns]; None: another kernel makes dQ
 
 
 class Worker(NamedTuple):
     """A CTA with its work, and everything that it works with."""
 
-    plan: Plan
+    plan: KeysPlan
     inputs: Inputs
     buffers: Buffers
     work: Work
@@ -65,6 +73,12 @@ class Block(NamedTuple):
     masked: bool
 
 
+class Gradient(NamedTuple):
+    dq: jax.Array | None  # float32, still without the scale; None: another kernel makes it
+    dk: jax.Array
+    dv: jax.Array
+
+
 def run(
     spec: AttentionSpec,
     operands: Operands,
@@ -74,8 +88,8 @@ def run(
     *,
     dbias: Any = None,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """dK and dV.
+) -> Gradient:
+    """dK and dV, and dQ if config.fused.
 
     dbias: a reference to float32 zeros [B, N, S rounded up], which receives the gradient of a bias [.., 1, S].
     interpret: `plgpu.InterpretGPUParams`, to interpret it.
@@ -87,9 +101,10 @@ def run(
     head_dim, value_head_dim = padded_head_dims(shapes, COLUMN_UNIT)
     held = shapes._replace(head_dim=head_dim, value_head_dim=value_head_dim)
     instructions = Compiled() if interpret is None else Interpreted()
-    plan = Plan(spec, held, q.dtype, config, instructions, rows.m is not None)
+    plan = KeysPlan(spec, held, q.dtype, config, instructions, rows.m is not None)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
-    call = functools.partial(backward_plan.inputs, spec, operands, Arrays(work, q, k, v, dout, rows))
+    dq = _zeros(plan, interpreted=interpret is not None) if config.fused else None
+    call = functools.partial(backward_plan.inputs, spec, operands, Arrays(work, q, k, v, dout, rows), dq=dq)
     dk_type, dv_type = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v))
 
     def kernel(sums: Sums, dbias: Any) -> Sums:
@@ -110,19 +125,36 @@ def run(
     else:
         dk, dv = kernel(Sums(dk_type, dv_type), dbias)
     keys = slice(shapes.kv_len)
-    return dk[:, keys, :, : shapes.head_dim], dv[:, keys, :, : shapes.value_head_dim]
+    dk, dv = dk[:, keys, :, : shapes.head_dim], dv[:, keys, :, : shapes.value_head_dim]
+    return Gradient(None if dq is None else _total(jax.freeze(dq), shapes), dk, dv)
 
 
-def _buffers(plan: Plan) -> Buffers:
+def _zeros(plan: KeysPlan, *, interpreted: bool) -> Any:
+    """A reference to what dQ is added up in: [slices, B, T rounded up, N, H]. The interpreter has no addition that
+    several CTAs could share: each key tile has a slice of its own there."""
+    shapes, config = plan.shapes, plan.config
+    slices = -(-shapes.kv_len // config.block_kv) if interpreted else 1
+    rows = round_up(shapes.q_len, config.block_q)
+    return jax.new_ref(jnp.zeros((slices, shapes.batch, rows, shapes.num_q_heads, shapes.head_dim), jnp.float32))
+
+
+def _total(dq: jax.Array, shapes: Shapes) -> jax.Array:
+    dq = dq[:, :, : shapes.q_len, :, : shapes.head_dim]
+    return dq.sum(0) if dq.shape[0] > 1 else dq[0]
+
+
+def _buffers(plan: KeysPlan) -> Buffers:
     matrix = functools.partial(memory.matrix, dtype=plan.dtype)
     keys, queries = (plan.config.block_kv,), (plan.config.num_stages, plan.config.block_q)
     dims = plan.shapes.head_dim, plan.shapes.value_head_dim
     k, v, q, dout = (matrix((*n, dim)) for n in (keys, queries) for dim in dims)
     rows = memory.rows(queries)
-    return Buffers(k, v, q, dout, Rows(rows, rows, rows if plan.any_logits else None))
+    columns = plan.config.columns
+    ds = matrix((plan.config.block_q // columns, plan.config.block_kv, columns)) if plan.config.fused else None
+    return Buffers(k, v, q, dout, Rows(rows, rows, rows if plan.any_logits else None), ds)
 
 
-def _kernel(plan: Plan, inputs: Inputs, targets: Sums, buffers: Buffers) -> None:
+def _kernel(plan: KeysPlan, inputs: Inputs, targets: Sums, buffers: Buffers) -> None:
     instructions, config = plan.instructions, plan.config
     item = schedule.load_item(inputs.work, lax.axis_index("cta"), 0)
     item = WorkItem(*map(instructions.uniform, item))
@@ -190,7 +222,7 @@ def _copy(worker: Worker, head: jax.Array, step: jax.Array) -> None:
     instructions.commit_copies()
 
 
-def _slot(plan: Plan, step: jax.Array) -> jax.Array:
+def _slot(plan: KeysPlan, step: jax.Array) -> jax.Array:
     return lax.rem(step, jnp.int32(plan.config.num_stages))
 
 
@@ -200,25 +232,43 @@ def _step(worker: Worker, block: Block, sums: Sums) -> Sums:
 
 
 def _add(worker: Worker, block: Block, sums: Sums) -> Sums:
-    """dK and dV with the part of one block of queries, without the scale and the dropout's factor."""
+    """dK and dV with the part of one block of queries, without the scale and the dropout's factor; dQ is added to."""
     plan, inputs, buffers, work = worker
-    instructions, slot = plan.instructions, _slot(plan, block.step)
+    for part in range(plan.config.block_q // plan.config.columns):
+        sums = _add_part(worker, block, part, sums)
+    if buffers.ds is not None:
+        plan.instructions.commit()
+        dq = plan.instructions.product_by_columns(buffers.ds, buffers.k)
+        q_base = schedule.query_block(work.item, block.step) * plan.config.block_q
+        slot = 0 if inputs.dq.shape[0] == 1 else work.item.ki
+        plan.instructions.add(inputs.dq.at[slot, work.item.batch, :, block.head], (q_base, jnp.int32(0)), dq)
+    return sums
+
+
+def _add_part(worker: Worker, block: Block, part: int, sums: Sums) -> Sums:
+    """Of as many queries as have their scores in registers at the same time."""
+    plan, inputs, buffers, work = worker
+    instructions, slot, columns = plan.instructions, _slot(plan, block.step), plan.config.columns
     dk, dv = sums
-    tile = TileScores(plan.spec, work.scores, _tile_index(worker, block), instructions)
-    scores = instructions.product(buffers.k, buffers.q.at[slot], transposed=True)
-    of_columns = lambda ref: _spread(ref.at[slot], scores)  # noqa: E731
+    here = lambda ref: ref.at[slot, pl.ds(part * columns, columns)]  # noqa: E731
+    tile = TileScores(plan.spec, work.scores, _tile_index(worker, block, part), instructions)
+    scores = instructions.product(buffers.k, here(buffers.q), transposed=True)
+    of_columns = lambda ref: _spread(here(ref), scores)  # noqa: E731
     m = None if buffers.rows.m is None else of_columns(buffers.rows.m)
     rows = Rows(of_columns(buffers.rows.lse_log2), None, m)
     p, derivative = weights_of(plan, tile, scores, rows, masked=block.masked)
     if dv is not None:
-        dv = instructions.product(tile.kept(p).astype(plan.dtype), buffers.dout.at[slot], dv)
+        dv = instructions.product(tile.kept(p).astype(plan.dtype), here(buffers.dout), dv)
     if dk is not None:
-        dp = instructions.product(buffers.v, buffers.dout.at[slot], transposed=True)
+        dp = instructions.product(buffers.v, here(buffers.dout), transposed=True)
         ds = dlogits(plan, tile, p, dp, of_columns(buffers.rows.delta), masked=block.masked)
         tile.add_bias_gradient(inputs.dbias, ds)
         if derivative is not None:
             ds = times(ds, derivative)
-        dk = instructions.product(ds.astype(plan.dtype), buffers.q.at[slot], dk)
+        ds = ds.astype(plan.dtype)
+        if buffers.ds is not None:
+            instructions.keep(ds, buffers.ds.at[part])
+        dk = instructions.product(ds, here(buffers.q), dk)
     return Sums(dk, dv)
 
 
@@ -228,13 +278,14 @@ def _spread(columns: Ref, tile: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(values, tile.shape, (1,))
 
 
-def _tile_index(worker: Worker, block: Block) -> TileIndex:
+def _tile_index(worker: Worker, block: Block, part: int) -> TileIndex:
     plan, work = worker.plan, worker.work
+    columns = plan.config.columns
     return TileIndex(
-        shape=(plan.config.block_kv, plan.config.block_q),
+        shape=(plan.config.block_kv, columns),
         batch=work.item.batch,
         head=block.head,
-        q_base=schedule.query_block(work.item, block.step) * plan.config.block_q,
+        q_base=schedule.query_block(work.item, block.step) * plan.config.block_q + part * columns,
         kv_base=work.item.ki * plan.config.block_kv,
         q_offset=work.q_offset,
         transposed=True,

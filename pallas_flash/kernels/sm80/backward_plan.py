@@ -30,6 +30,7 @@ class Inputs(NamedTuple):
     scores: ScoreArrays
     dscale: Ref | None  # float32 [B, N, T rounded up], zero at first: the sums of q * dq along each row, without scale
     dbias: Ref | None  # float32, zero at first: as `TileScores.add_bias_gradient` wants it
+    dq: Ref | None  # float32 [slices, B, T rounded up, N, H], zero at first, without scale: `KeysConfig.fused`
 
 
 class Arrays(NamedTuple):
@@ -43,8 +44,10 @@ class Arrays(NamedTuple):
     rows: Rows
 
 
-def inputs(spec: AttentionSpec, operands: Operands, arrays: Arrays, *, dscale: Any = None, dbias: Any = None) -> Inputs:
-    return Inputs(*arrays, tile_scores.score_arrays(spec, operands), dscale, dbias)
+def inputs(spec: AttentionSpec, operands: Operands, arrays: Arrays, **sums: Any) -> Inputs:
+    """sums: the last three of `Inputs`, as far as they are wanted."""
+    absent = {"dscale": None, "dbias": None, "dq": None}
+    return Inputs(*arrays, tile_scores.score_arrays(spec, operands), **absent | sums)
 
 
 class Work(NamedTuple):
