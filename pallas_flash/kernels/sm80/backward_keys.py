@@ -8,7 +8,6 @@ whole block is then added to float32 in device memory, in no fixed order, as Fla
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -24,27 +23,14 @@ from pallas_flash.kernels.backward_rows import Rows
 from pallas_flash.kernels.backward_schedule import WorkItem
 from pallas_flash.kernels.backward_weights import dlogits, times, weights_of
 from pallas_flash.kernels.sizes import ROW_UNIT, padded_head_dims, round_up
-from pallas_flash.kernels.sm80 import backward_plan
-from pallas_flash.kernels.sm80.backward_plan import Arrays, Inputs, Plan, Ref, Work
+from pallas_flash.kernels.sm80 import backward_pair, backward_plan
+from pallas_flash.kernels.sm80.backward_plan import Arrays, Block, Inputs, KeysPlan, Ref, Sums, Work
 from pallas_flash.kernels.sm80.config import COLUMN_UNIT, KeysConfig
 from pallas_flash.kernels.sm80.instructions import Compiled, Interpreted
-from pallas_flash.kernels.tile_mask import TileIndex
 from pallas_flash.kernels.tile_scores import TileScores
 from pallas_flash.kernels.tma import Rows as CopiedRows
 from pallas_flash.kernels.tma import padded
 from pallas_flash.spec import AttentionSpec, Operands, Shapes
-
-
-@dataclasses.dataclass(frozen=True)
-class KeysPlan(Plan):
-    config: KeysConfig
-
-
-class Sums(NamedTuple):
-    """In device memory, or of a CTA; None: another run makes it."""
-
-    dk: Any
-    dv: Any
 
 
 class Buffers(NamedTuple):
@@ -63,14 +49,6 @@ class Worker(NamedTuple):
     inputs: Inputs
     buffers: Buffers
     work: Work
-
-
-class Block(NamedTuple):
-    """Of queries of one head."""
-
-    head: jax.Array
-    step: jax.Array
-    masked: bool
 
 
 class Gradient(NamedTuple):
@@ -95,25 +73,32 @@ def run(
     interpret: `plgpu.InterpretGPUParams`, to interpret it.
     """
     shapes = operands.shapes
-    units, columns = ((1, 1), ROW_UNIT) if interpret is None else ((config.block_q, config.block_kv), COLUMN_UNIT)
+    unit = COLUMN_UNIT * config.warpgroups
+    units, columns = ((1, 1), ROW_UNIT) if interpret is None else ((config.block_q, config.block_kv), unit)
+    columns = unit if config.warpgroups > 1 else columns  # each has as many of them
     q, dout = (padded(x, units[0], columns) for x in (operands.q, dout))
     k, v = (padded(x, units[1], columns) for x in (operands.k, operands.v))
-    head_dim, value_head_dim = padded_head_dims(shapes, COLUMN_UNIT)
+    head_dim, value_head_dim = padded_head_dims(shapes, unit)
     held = shapes._replace(head_dim=head_dim, value_head_dim=value_head_dim)
     instructions = Compiled() if interpret is None else Interpreted()
     plan = KeysPlan(spec, held, q.dtype, config, instructions, rows.m is not None)
     work = jnp.asarray(schedule.work_items(spec, operands, config))
     dq = _zeros(plan, interpreted=interpret is not None) if config.fused else None
     call = functools.partial(backward_plan.inputs, spec, operands, Arrays(work, q, k, v, dout, rows), dq=dq)
+    body, buffers = _kernel, _buffers(plan)
+    if config.warpgroups > 1:
+        body, buffers = backward_pair.kernel, backward_pair.buffers(plan, interpreted=interpret is not None)
     dk_type, dv_type = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v))
 
     def kernel(sums: Sums, dbias: Any) -> Sums:
         (found,) = plgpu.kernel(
-            functools.partial(_kernel, plan),
+            functools.partial(body, plan),
             out_type=(sums,),
-            scratch_types=(_buffers(plan),),
+            scratch_types=(buffers,),
             grid=(work.shape[0],),
             grid_names=("cta",),
+            num_threads=config.warpgroups,
+            thread_name="wg",
             compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
             interpret=interpret,
             kernel_name="flash_attention_backward_keys_sm80",
@@ -162,12 +147,10 @@ def _kernel(plan: KeysPlan, inputs: Inputs, targets: Sums, buffers: Buffers) -> 
     instructions.load(inputs.k, keys, buffers.k)
     instructions.load(inputs.v, keys, buffers.v)
     worker = Worker(plan, inputs, buffers, backward_plan.work_of(plan, inputs, item))
-    dk, dv = _walk(worker, targets)
-    factor = 1 / (1 - plan.spec.dropout_rate)
-    scaled = Sums(
-        dk=None if dk is None else dk * worker.work.scores.scale,
-        dv=dv if dv is None or factor == 1 else dv * factor,
-    )
+    dims = plan.shapes.head_dim, plan.shapes.value_head_dim
+    sums = Sums(*(None if x is None else backward_plan.zeros(plan, dim) for x, dim in zip(targets, dims, strict=True)))
+    steps = backward_plan.Steps(functools.partial(_copy, worker), functools.partial(_step, worker), instructions.commit)
+    scaled = backward_plan.scaled(plan, worker.work, backward_plan.walk(plan, item, steps, sums))
     instructions.wait_for_copies(0)  # keys that no query reads have not been waited for
     instructions.commit()  # keys and values have been read
     staged = [x for x in zip(targets, (buffers.k, buffers.v), scaled, strict=True) if x[0] is not None]
@@ -176,33 +159,6 @@ def _kernel(plan: KeysPlan, inputs: Inputs, targets: Sums, buffers: Buffers) -> 
     instructions.commit()
     for target, buffer, _ in staged:
         instructions.store(buffer, target, keys)
-
-
-def _walk(worker: Worker, targets: Sums) -> Sums:
-    """Over the item's query blocks of each head: the masked ones, then the unmasked ones."""
-    plan, item = worker.plan, worker.work.item
-    dims = plan.shapes.head_dim, plan.shapes.value_head_dim
-    zeros = lambda dim: plgpu.layout_cast(  # noqa: E731
-        jnp.zeros((plan.config.block_kv, dim), jnp.float32), plgpu.Layout.WGMMA
-    )
-    sums = Sums(*(None if target is None else zeros(dim) for target, dim in zip(targets, dims, strict=True)))
-
-    def walk_head(head: jax.Array, sums: Sums) -> Sums:
-        _copy(worker, head, jnp.int32(0))
-        masked_steps = jnp.int32(0)
-        step = lambda masked: lambda i, sums: _step(worker, Block(head, i, masked), sums)  # noqa: E731
-        if plan.some_masked:
-            masked_steps = schedule.masked_steps(item)
-            sums = lax.fori_loop(0, masked_steps, step(True), sums)
-        sums = lax.fori_loop(masked_steps, item.q_end - item.q_start, step(False), sums)
-        plan.instructions.commit()  # the last block has been read
-        return sums
-
-    heads = plan.shapes.q_heads_per_kv_head
-    if heads == 1:
-        return walk_head(item.kv_head, sums)
-    first = item.kv_head * heads
-    return lax.fori_loop(first, first + heads, walk_head, sums)
 
 
 def _copy(worker: Worker, head: jax.Array, step: jax.Array) -> None:
@@ -239,9 +195,7 @@ def _add(worker: Worker, block: Block, sums: Sums) -> Sums:
     if buffers.ds is not None:
         plan.instructions.commit()
         dq = plan.instructions.product_by_columns(buffers.ds, buffers.k)
-        q_base = schedule.query_block(work.item, block.step) * plan.config.block_q
-        slot = 0 if inputs.dq.shape[0] == 1 else work.item.ki
-        plan.instructions.add(inputs.dq.at[slot, work.item.batch, :, block.head], (q_base, jnp.int32(0)), dq)
+        backward_plan.add_dq(plan, inputs, work, block, dq)
     return sums
 
 
@@ -251,9 +205,9 @@ def _add_part(worker: Worker, block: Block, part: int, sums: Sums) -> Sums:
     instructions, slot, columns = plan.instructions, _slot(plan, block.step), plan.config.columns
     dk, dv = sums
     here = lambda ref: ref.at[slot, pl.ds(part * columns, columns)]  # noqa: E731
-    tile = TileScores(plan.spec, work.scores, _tile_index(worker, block, part), instructions)
+    tile = TileScores(plan.spec, work.scores, backward_plan.tile_index(plan, work, block, part), instructions)
     scores = instructions.product(buffers.k, here(buffers.q), transposed=True)
-    of_columns = lambda ref: _spread(here(ref), scores)  # noqa: E731
+    of_columns = lambda ref: backward_plan.spread(here(ref), scores)  # noqa: E731
     m = None if buffers.rows.m is None else of_columns(buffers.rows.m)
     rows = Rows(of_columns(buffers.rows.lse_log2), None, m)
     p, derivative = weights_of(plan, tile, scores, rows, masked=block.masked)
@@ -270,23 +224,3 @@ def _add_part(worker: Worker, block: Block, part: int, sums: Sums) -> Sums:
             instructions.keep(ds, buffers.ds.at[part])
         dk = instructions.product(ds, here(buffers.q), dk)
     return Sums(dk, dv)
-
-
-def _spread(columns: Ref, tile: jax.Array) -> jax.Array:
-    """One value a column, for every row of the tile."""
-    values = plgpu.load(columns, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(values, tile.shape, (1,))
-
-
-def _tile_index(worker: Worker, block: Block, part: int) -> TileIndex:
-    plan, work = worker.plan, worker.work
-    columns = plan.config.columns
-    return TileIndex(
-        shape=(plan.config.block_kv, columns),
-        batch=work.item.batch,
-        head=block.head,
-        q_base=schedule.query_block(work.item, block.step) * plan.config.block_q + part * columns,
-        kv_base=work.item.ki * plan.config.block_kv,
-        q_offset=work.q_offset,
-        transposed=True,
-    )

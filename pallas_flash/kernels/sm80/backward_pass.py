@@ -46,14 +46,16 @@ def tuned_configs(spec: AttentionSpec, operands: Operands) -> Configs | None:
     kind = support.mask_class(spec, operands)
     case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, kind)
     queries = (QueriesConfig(**entry) for entry in cache.nearest("sm80_backward_queries", case))
-    keys = (KeysConfig(**entry) for entry in cache.nearest("sm80_backward_keys", case))
+    entries = cache.nearest("sm80_backward_keys", case)
+    keys = (keys_config(KeysConfig(**entry), spec, operands) for entry in entries)
     found = [next((config for config in configs if fits(config, operands)), None) for configs in (queries, keys)]
     return None if None in found else Configs(*found)
 
 
 def fits(config: QueriesConfig | KeysConfig, operands: Operands) -> bool:
     """Whether a call with these tiles fits into registers and shared memory, whatever its features."""
-    dims = padded_head_dims(operands.shapes, COLUMN_UNIT)
+    warpgroups = config.warpgroups if isinstance(config, KeysConfig) else 1
+    dims = padded_head_dims(operands.shapes, COLUMN_UNIT * warpgroups)
     limit = max_shared_bytes(support.compute_capability())
     shared = config.shared_bytes(dims, operands.q.dtype.itemsize)
     return shared <= limit and config.registers(dims) <= MAX_REGISTERS - OTHER_REGISTERS
@@ -71,8 +73,7 @@ def backward(
     """By one kernel if configs.keys.fused and nothing forbids it, or else by two, as if it were not. interpret:
     `plgpu.InterpretGPUParams`, to run on a CPU, interpreted."""
     queries, keys = configs
-    if two_kernels(spec, operands):
-        keys = dataclasses.replace(keys, fused=False)
+    keys = keys_config(keys, spec, operands)
     block_q = keys.block_q if keys.fused else math.lcm(queries.block_q, keys.block_q)
     operands, dout, rows = backward_rows.prepare(spec, operands, residuals, cotangents, block_q)
     call = spec, operands, dout, rows
@@ -87,6 +88,11 @@ def backward(
 def two_kernels(spec: AttentionSpec, operands: Operands) -> bool:
     """Whether dQ must come from a kernel of its own: that sums in a fixed order, and meets the rows of a bias whole."""
     return spec.deterministic or operands.bias is not None
+
+
+def keys_config(config: KeysConfig, spec: AttentionSpec, operands: Operands) -> KeysConfig:
+    """As this call uses it."""
+    return dataclasses.replace(config, fused=False, warpgroups=1) if two_kernels(spec, operands) else config
 
 
 def _one_kernel(
