@@ -117,7 +117,7 @@ def check_that_hidden_rows_reach_no_gradient() -> None:
     lengths = (jnp.array([50]),), (jnp.array([40]),)
     spec = AttentionSpec(0.125, (masks.QueryLengths(), CAUSAL, masks.KeyValueLengths()))
     clean = operands_of(1, 64, 64, 1, 1, (64, 64), mask=(lengths[0], (), lengths[1]))
-    configs = Configs(QueriesConfig(), KeysConfig())
+    configs = Configs(QueriesConfig(), KeysConfig(fused=True))
     residuals = xla.forward(spec, clean).residuals
     dlse = jnp.zeros(residuals.m.shape, jnp.float32)
 

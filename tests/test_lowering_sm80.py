@@ -188,6 +188,7 @@ def test_what_it_cannot_do_it_refuses():
         (KeysConfig, {"num_stages": 3}),
         (KeysConfig, {"part_q": 48}),
         (KeysConfig, {"fused": True, "block_q": 32}),
+        (KeysConfig, {"warpgroups": 2}),
         (QueriesConfig, {"head_group": 0}),
     ],
 )

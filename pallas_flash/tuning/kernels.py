@@ -133,6 +133,7 @@ TUNED = (
             "block_kv": (64, 128),
             "part_q": (None, 32, 64),
             "fused": (False, True),
+            "warpgroups": (1, 2),
             "num_stages": (1, 2),
             "head_group": (1, 4, 8),
         },

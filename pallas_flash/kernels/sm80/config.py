@@ -128,7 +128,7 @@ class KeysConfig:
         if self.warpgroups not in (1, 2):
             raise ValueError(f"{self.warpgroups=} must be 1 or 2")
         if self.warpgroups == 2 and (not self.fused or self.block_q != 2 * self.columns):
-            raise ValueError(f"{self.warpgroups=} wants fused=True, and part_q half of block_q")
+            raise ValueError(f"{self.warpgroups=} wants fused=True and a part_q that is half of block_q")
 
     @property
     def columns(self) -> int:
