@@ -106,7 +106,7 @@ def test_every_case_has_tiles_that_fit(monkeypatch, capability):
 
 
 @pytest.mark.parametrize("architecture", [(8, 0), (12, 0)])  # between 8.0 and 8.9 Mosaic sees no difference
-def test_it_lowers_for(lower_for, architecture):
+def test_it_lowers_for(monkeypatch, lower_for, architecture):
     """With what needs the most of an architecture: vectors, votes, additions in device memory, junk in values."""
     lower_for(architecture)
     mask = (CAUSAL, masks.Segments())
@@ -115,6 +115,9 @@ def test_it_lowers_for(lower_for, architecture):
     spec = AttentionSpec(None, mask, soft_cap=5.0)
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     lower_both(spec, operands_of((72, 128), 300, 300, bias=bias, mask=((), ids), scale=scale))
+    monkeypatch.setattr("pallas_flash.kernels.support.compute_capability", lambda: architecture)
+    for dims in ((64, 64), (72, 128)):  # dQ added up by one warpgroup, and by two where they have room
+        lower_both(AttentionSpec(0.1), operands_of(dims, 300, 300))
 
 
 @pytest.mark.parametrize(
