@@ -6,6 +6,7 @@ instructions that `sm80/instructions.py` stands in for: ldmatrix, mma.sync and c
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 SMALL = ForwardConfig(block_q=64)
 LARGE = ForwardConfig(num_stages=2, rescale_threshold=4.0)
 HELD = ForwardConfig(block_q=64, num_stages=3, q_in_registers=True)
+PAIR = KeysConfig(part_q=32, fused=True, warpgroups=2)
 
 # Of the cases of the Hopper kernels, those that reach a path of their own here.
 FORWARD = {
@@ -37,7 +39,15 @@ FORWARD = {
     "everything": LARGE,
 }
 BACKWARD = {
-    "causal, grouped heads, 128": Configs(QueriesConfig(), KeysConfig(block_q=32)),
+    "causal, grouped heads, 128": Configs(QueriesConfig(), KeysConfig(part_q=32, fused=True)),
+    "soft cap, sinks, float16, persistent, cut-off keys and queries": Configs(
+        QueriesConfig(), KeysConfig(block_kv=128, part_q=32, fused=True)
+    ),
+    "traced scale < 0 and offsets, prefix, chunks, lengths": Configs(
+        QueriesConfig(), KeysConfig(block_q=128, part_q=64, num_stages=1, fused=True)
+    ),
+    "shared keys: score_mod, soft cap, segments, dropout": Configs(QueriesConfig(), PAIR),
+    "shared keys: causal, grouped heads": Configs(QueriesConfig(), dataclasses.replace(PAIR, num_stages=1)),
     "two kernels: window, dead rows, traced scale, a bias of queries": Configs(
         QueriesConfig(block_q=128, block_kv=32, num_stages=1), KeysConfig(block_kv=128, block_q=32)
     ),
@@ -107,7 +117,7 @@ def check_that_hidden_rows_reach_no_gradient() -> None:
     lengths = (jnp.array([50]),), (jnp.array([40]),)
     spec = AttentionSpec(0.125, (masks.QueryLengths(), CAUSAL, masks.KeyValueLengths()))
     clean = operands_of(1, 64, 64, 1, 1, (64, 64), mask=(lengths[0], (), lengths[1]))
-    configs = Configs(QueriesConfig(), KeysConfig())
+    configs = Configs(QueriesConfig(), KeysConfig(fused=True))
     residuals = xla.forward(spec, clean).residuals
     dlse = jnp.zeros(residuals.m.shape, jnp.float32)
 

@@ -48,8 +48,11 @@ def lower_both(spec: AttentionSpec, operands: Operands) -> None:
     assert sm80.unsupported(spec, operands) is None
     assert "forward_sm80" in lower(lambda operands: sm80.forward(spec, operands), operands)
     text = lower(lambda *args: sm80.backward(spec, *args), *arguments(operands))
-    obstacle = backward_pass.obstacle(spec, operands)
-    assert all((name in text) == (obstacle is None) for name in ("backward_queries_sm80", "backward_keys_sm80"))
+    configs = backward_pass.tuned_configs(spec, operands)
+    assert configs is not None
+    taken = backward_pass.obstacle(spec, operands) is None
+    two = backward_pass.two_kernels(spec, operands) or not configs.keys.fused
+    assert ("backward_keys_sm80" in text) == taken and ("backward_queries_sm80" in text) == (taken and two)
 
 
 def case_of(entry) -> tuple[AttentionSpec, Operands]:
@@ -75,12 +78,15 @@ def test_every_tuned_config_lowers():
         spec, operands = case_of(entry)
         forward = lambda x: sm80.forward(spec, x, config=ForwardConfig(**entry["config"]))  # noqa: B023, E731
         assert "forward_sm80" in lower(forward, operands)
-    for queries, keys in unlike("sm80_backward_queries", "sm80_backward_keys"):
-        assert queries["case"] == keys["case"]
-        spec, operands = case_of(queries)
-        configs = backward_pass.Configs(QueriesConfig(**queries["config"]), KeysConfig(**keys["config"]))
-        backward = lambda *args: backward_pass.backward(spec, *args, configs=configs)  # noqa: B023, E731
-        assert "backward_keys_sm80" in lower(backward, *arguments(operands))
+    for part, make in (("queries", QueriesConfig), ("keys", KeysConfig)):
+        for (entry,) in unlike(f"sm80_backward_{part}"):
+            spec, operands = case_of(entry)
+            spec = dataclasses.replace(spec, deterministic=part == "queries" and operands.bias is None)
+            configs = backward_pass.tuned_configs(spec, operands)
+            assert configs is not None
+            configs = configs._replace(**{part: make(**entry["config"])})
+            backward = lambda *args: backward_pass.backward(spec, *args, configs=configs)  # noqa: B023, E731
+            assert f"backward_{part}_sm80" in lower(backward, *arguments(operands))
 
 
 @pytest.mark.parametrize("capability", [*ARCHITECTURES, None])
@@ -100,7 +106,7 @@ def test_every_case_has_tiles_that_fit(monkeypatch, capability):
 
 
 @pytest.mark.parametrize("architecture", [(8, 0), (12, 0)])  # between 8.0 and 8.9 Mosaic sees no difference
-def test_it_lowers_for(lower_for, architecture):
+def test_it_lowers_for(monkeypatch, lower_for, architecture):
     """With what needs the most of an architecture: vectors, votes, additions in device memory, junk in values."""
     lower_for(architecture)
     mask = (CAUSAL, masks.Segments())
@@ -109,6 +115,9 @@ def test_it_lowers_for(lower_for, architecture):
     spec = AttentionSpec(None, mask, soft_cap=5.0)
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     lower_both(spec, operands_of((72, 128), 300, 300, bias=bias, mask=((), ids), scale=scale))
+    monkeypatch.setattr("pallas_flash.kernels.support.compute_capability", lambda: architecture)
+    for dims in ((64, 64), (72, 128)):  # dQ added up by one warpgroup, and by two where they have room
+        lower_both(AttentionSpec(0.1), operands_of(dims, 300, 300))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +149,18 @@ def test_it_lowers_inside(way):
         call = jax.shard_map(one, mesh=mesh, in_specs=(data, data, data, jax.P()), out_specs=data)
     with jax.enable_x64(way == "x64"):
         text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert "backward_queries_sm80" in text and "backward_keys_sm80" in text
+    assert "backward_keys_sm80" in text
+
+
+@pytest.mark.parametrize("feature", [{}, {"deterministic": True}, {"dropout_rate": 0.5, "soft_cap": 5.0}])
+def test_one_kernel_adds_dq_up_where_its_order_may_differ(feature):
+    """And not where deterministic=True asks for the same bits, or a kernel for dQ meets the rows of a bias whole."""
+    spec, operands = AttentionSpec(None, (CAUSAL,), **feature), operands_of((128, 128), 300, 300, mask=((),))
+    operands = operands._replace(scale=jax.ShapeDtypeStruct((), jnp.float32))
+    if spec.dropout_rate:
+        operands = operands._replace(dropout_key=jax.ShapeDtypeStruct((2,), jnp.uint32))
+    lower_both(spec, operands)
+    assert backward_pass.two_kernels(spec, operands) == spec.deterministic
 
 
 def test_what_its_backward_pass_leaves_to_xla():
@@ -169,6 +189,9 @@ def test_what_it_cannot_do_it_refuses():
         (QueriesConfig, {"block_q": 32}),
         (KeysConfig, {"block_kv": 96}),
         (KeysConfig, {"num_stages": 3}),
+        (KeysConfig, {"part_q": 48}),
+        (KeysConfig, {"fused": True, "block_q": 32}),
+        (KeysConfig, {"warpgroups": 2}),
         (QueriesConfig, {"head_group": 0}),
     ],
 )

@@ -135,12 +135,14 @@ class Meeting(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class NamedMeeting:
     """The same by a named barrier, which also does what `commit_smem` needs two barriers of each warpgroup for: 2 to
-    5 % of the backward pass."""
+    5 % of the backward pass. fenced: for the tensor cores and TMA, too, which is for GPUs since Hopper."""
 
     wgs: int
+    fenced: bool = True
 
     def hold(self) -> None:
-        fence()
+        if self.fenced:
+            fence()
         _named_barrier("sync", MEETING_BARRIER, self.wgs)
 
 

@@ -1,8 +1,9 @@
-"""Every NVIDIA GPU since Ampere (compute capability 8.0): mma.sync, cp.async, one warpgroup a CTA.
+"""Every NVIDIA GPU since Ampere (compute capability 8.0): mma.sync, cp.async, one or two warpgroups a CTA.
 
-Nothing here needs a newer GPU, and all of it runs on newer ones. Gradients come from two kernels, one for dQ and one
-for dK and dV: each sum has a fixed order, so that they are bit-equal on repeats, with or without deterministic=True,
-but for the gradient of a bias that heads or batch elements share. They come from `xla` where
+Nothing here needs a newer GPU, and all of it runs on newer ones. Gradients come from one kernel, which adds dQ up in
+device memory, where the tiles say so (`KeysConfig.fused`). With deterministic=True or a bias, or too little shared
+memory, they come from two, one for dQ and one for dK and dV: each sum has a fixed order, so that they are bit-equal on
+repeats, but for the gradient of a bias that heads or batch elements share. They come from `xla` where
 `backward_pass.obstacle` says why: mainly with a score_mod that captures floating arrays.
 
 Features, and what is refused, are those of sm90. Tiles that a mask hides as a whole are never read. NaN and Inf in

@@ -103,6 +103,10 @@ class KeysConfig:
     """Of the kernel for dK and dV: a CTA holds `block_kv` keys with their values and walks over queries, with their dO,
     in blocks of `block_q`.
 
+    part_q: queries of a block whose scores are in registers at the same time; None: all of them.
+    fused: dQ comes from this kernel, too, by additions in device memory, unless something forbids that
+    (`backward_pass.two_kernels`).
+    warpgroups: of a CTA; two share its keys (`backward_pair`), and each has the scores of part_q queries.
     apart: dV and dK come from two runs, as their sums together would not fit into registers.
     """
 
@@ -110,10 +114,26 @@ class KeysConfig:
     block_kv: int = 64
     num_stages: int = 2  # buffers for blocks of queries with their dO
     head_group: int = 1
+    part_q: int | None = None
+    fused: bool = False
+    warpgroups: int = 1
     apart: bool = False
 
     def __post_init__(self) -> None:
         _check_backward(self)
+        if self.part_q not in (None, 32, 64) or self.block_q % self.columns:
+            raise ValueError(f"{self.part_q=} must be None, 32 or 64, and divide {self.block_q=}")
+        if self.fused and (self.apart or self.block_q % 64 or self.columns > 64):
+            raise ValueError(f"{self.fused=} wants a block_q of 64 or 128, in parts of 32 or 64, and not {self.apart=}")
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"{self.warpgroups=} must be 1 or 2")
+        if self.warpgroups == 2 and (not self.fused or self.block_q != 2 * self.columns):
+            raise ValueError(f"{self.warpgroups=} wants fused=True and a part_q that is half of block_q")
+
+    @property
+    def columns(self) -> int:
+        """Of a tile in registers, which has keys as rows."""
+        return self.part_q or self.block_q
 
     @property
     def num_ctas(self) -> None:
@@ -122,12 +142,14 @@ class KeysConfig:
     def shared_bytes(self, head_dims: tuple[int, int], itemsize: int) -> int:
         rows = self.block_kv + self.num_stages * self.block_q
         statistics = 3 * round_up(self.num_stages * self.block_q * 4, BUFFER_ALIGNMENT)
-        return rows * sum(head_dims) * itemsize + statistics
+        tiles = self.warpgroups * self.block_kv * self.block_q * itemsize if self.fused else 0  # dS, and then P
+        return rows * sum(head_dims) * itemsize + statistics + tiles
 
     def registers(self, head_dims: tuple[int, int]) -> int:
-        """Of a thread, for dK and dV, S and dP and one of them in 16 bits."""
-        columns = max(head_dims) if self.apart else sum(head_dims)
-        return self.block_kv * (columns + self.block_q * 5 // 2) // WARPGROUP
+        """Of a thread, for dK and dV, and S and dP and one of them in 16 bits, or dQ of a block."""
+        sums = self.block_kv * (max(head_dims) if self.apart else sum(head_dims)) // self.warpgroups
+        dq = self.block_q * head_dims[0] // self.warpgroups if self.fused else 0
+        return (sums + max(self.block_kv * self.columns * 5 // 2, dq)) // WARPGROUP
 
 
 def _check_backward(config: QueriesConfig | KeysConfig) -> None:

@@ -27,6 +27,13 @@ class Instructions(elements.Elements, Protocol):
         """See `mma.product`."""
         ...
 
+    def product_by_columns(self, a: Ref, b: Ref) -> jax.Array:
+        """See `mma.product_by_columns`."""
+        ...
+
+    def keep(self, tile: jax.Array, buffer: Ref) -> None:
+        """See `mma.store`."""
+
     def load(self, source: Ref, rows: Rows, buffer: Ref) -> None:
         """See `cp_async.load`, and likewise the next four."""
 
@@ -45,6 +52,8 @@ class Instructions(elements.Elements, Protocol):
 class Compiled:
     uniform = staticmethod(elements.uniform)
     product = staticmethod(mma.product)
+    product_by_columns = staticmethod(mma.product_by_columns)
+    keep = staticmethod(mma.store)
     load = staticmethod(cp_async.load)
     load_rows = staticmethod(cp_async.load_rows)
     commit_copies = staticmethod(cp_async.commit)
@@ -75,6 +84,13 @@ class Interpreted:
         right = b[...].T if transposed else b[...]
         result = jnp.dot(left, right, preferred_element_type=jnp.float32)
         return result if acc is None else acc + result
+
+    def product_by_columns(self, a: Ref, b: Ref) -> jax.Array:
+        left = jnp.concatenate([a[part].T for part in range(a.shape[0])])
+        return jnp.dot(left, b[...], preferred_element_type=jnp.float32)
+
+    def keep(self, tile: jax.Array, buffer: Ref) -> None:
+        buffer[...] = tile
 
     def load(self, source: Ref, rows: Rows, buffer: Ref) -> None:
         buffer[...] = source[rows.batch, pl.ds(rows.start, rows.size), rows.head]
