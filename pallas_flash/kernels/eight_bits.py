@@ -67,6 +67,12 @@ class Convert(NamedTuple):
         return _emit(f"{{ {text} }}", pair)
 
 
+def where_one(pair: Any) -> Any:
+    """All bits of a half of the word where bfloat16 1 stands, none where 0 does."""
+    text = ".reg .b32 t; and.b32 t, $1, 0x00800080; shr.u32 t, t, 7; mul.lo.u32 $0, t, 0xffff;"
+    return _emit(f"{{ {text} }}", pair)
+
+
 def convert(source: Any, target: Any) -> Convert:
     return Convert(np.dtype(source).name, np.dtype(target).name)
 

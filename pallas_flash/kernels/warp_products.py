@@ -12,7 +12,7 @@ head dim within groups of 16: `queries` reads theirs in the same order, and `in_
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,13 @@ UNIT = WARPS * ROWS  # keys, of which a warp has as many as it has rows
 WARP = 32  # threads
 
 
+class Seen(NamedTuple):
+    """Which queries take part with which keys."""
+
+    pairs: jax.Array  # like the weights: 1 where they do, else 0
+    alike: bool  # it is known that all queries do with the same keys: then others are made 0
+
+
 class Products(Protocol):
     def queries(self, q: Ref) -> jax.Array:
         """The first 16 rows of [64, head_dim], for each warp, as `scores` takes them."""
@@ -44,9 +51,9 @@ class Products(Protocol):
         """queries @ keys.T, [64, keys / 4] in float32. keys: a block [keys, head_dim] in 8 bits."""
         ...
 
-    def add(self, acc: jax.Array, weights: jax.Array, values: Ref, seen: jax.Array | None) -> jax.Array:
-        """acc + weights @ values, [64, head_dim]. seen: 1 where a query takes part with a key, else 0: a value that is
-        not finite then reaches the queries that take part with it and no other."""
+    def add(self, acc: jax.Array, weights: jax.Array, values: Ref, seen: Seen | None) -> jax.Array:
+        """acc + weights @ values, [64, head_dim]. With `seen`, a value that is not finite reaches the queries that take
+        part with it and no other."""
         ...
 
     def in_order(self, acc: jax.Array) -> jax.Array:
@@ -85,13 +92,14 @@ class Compiled:
         )(functools.partial(_scores, eight_bits.convert(keys.dtype, queries.dtype), _kind(queries.dtype)))
         return emit(queries, keys)  # pyright: ignore[reportCallIssue]
 
-    def add(self, acc: jax.Array, weights: jax.Array, values: Ref, seen: jax.Array | None) -> jax.Array:
-        more = () if seen is None else (seen,)
+    def add(self, acc: jax.Array, weights: jax.Array, values: Ref, seen: Seen | None) -> jax.Array:
+        more = () if seen is None else (seen.pairs,)
+        convert = eight_bits.convert(values.dtype, weights.dtype)
         layout = plgpu.Layout.WGMMA
         emit = plgpu.inline_mgpu(
             arg_types=(layout, layout, _bytes(values), *[layout] * len(more)),
             return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=layout),
-        )(functools.partial(_add, eight_bits.convert(values.dtype, weights.dtype), _kind(weights.dtype)))
+        )(functools.partial(_add, convert, _kind(weights.dtype), alike=seen is not None and seen.alike))
         return emit(acc, weights, values, *more)  # pyright: ignore[reportCallIssue]
 
     def in_order(self, acc: jax.Array) -> jax.Array:
@@ -115,14 +123,16 @@ class Interpreted:
         plgpu.commit_smem()  # a copy may follow that overwrites the block; barriers are enough for it on a GPU
         return jnp.einsum("wrh,wkh->wrk", q, k, preferred_element_type=jnp.float32).reshape(UNIT, -1)
 
-    def add(self, acc: jax.Array, weights: jax.Array, values: Ref, seen: jax.Array | None) -> jax.Array:
+    def add(self, acc: jax.Array, weights: jax.Array, values: Ref, seen: Seen | None) -> jax.Array:
         of_warps = lambda x: x.reshape(WARPS, ROWS, -1)  # noqa: E731
         product = functools.partial(jnp.einsum, "wrk,wkh->wrh", preferred_element_type=jnp.float32)
         v = _of_warps(values).astype(weights.dtype)
         plgpu.commit_smem()  # as above
-        if seen is not None and jnp.issubdtype(values.dtype, jnp.floating):
+        if seen is not None and seen.alike:
+            v = jnp.where(of_warps(seen.pairs)[:, 0, :, None] > 0, v, 0)
+        elif seen is not None and jnp.issubdtype(values.dtype, jnp.floating):
             finite = jnp.isfinite(v)
-            junk = product(of_warps(seen), (~finite).astype(seen.dtype)) > 0
+            junk = product(of_warps(seen.pairs), (~finite).astype(v.dtype)) > 0
             acc = jnp.where(junk.reshape(acc.shape), jnp.nan, acc)
             v = jnp.where(finite, v, 0)
         return acc + product(of_warps(weights), v).reshape(acc.shape)
@@ -220,22 +230,36 @@ def _scores(convert: eight_bits.Convert, kind: str, _: Any, queries: Any, keys: 
     return _tile(registers.reshape(like.registers.shape))
 
 
-def _add(convert: eight_bits.Convert, kind: str, _: Any, acc: Any, weights: Any, values: Any, seen: Any = None) -> Any:
+def _add(
+    convert: eight_bits.Convert,
+    kind: str,
+    _: Any,
+    acc: Any,
+    weights: Any,
+    values: Any,
+    seen: Any = None,
+    *,
+    alike: bool,
+) -> Any:
     parts = weights.shape[1] // ROWS
     p, v = InRegisters(weights), Blocks.of(values, of_warps=True)
     visible = None if seen is None or not convert.has_junk else InRegisters(seen)
     registers, high_byte = _parts(acc).copy(), convert.high_byte()
     for part in range(parts):
         a = p.load(0, part)
+        pairs = None if visible is None else visible.load(0, part)
+        shown = None if pairs is None or not alike else [eight_bits.where_one(x) for x in pairs[::2]]
         for column in range(acc.shape[1] // (2 * BLOCK)):
             held = v.load(part, column, transposed=True)
+            if shown is not None:
+                held = [arith.andi(word, shown[place % 2]) for place, word in enumerate(held)]
             for side in range(2):
                 for odd in range(2):
                     tile = 4 * column + 2 * side + odd
                     sums = _elements(registers[tile, 0]) + _elements(registers[tile, 1])
                     b = [convert.pair(held[2 * side + half], high_byte, odd, odd + 2) for half in range(2)]
-                    if visible is not None:
-                        sums = _with_junk(convert, kind, visible.load(0, part), b, sums)
+                    if pairs is not None and not alike:
+                        sums = _with_junk(convert, kind, pairs, b, sums)
                         b = [convert.finite(x) for x in b]
                     sums = multiply_add(kind, a, b, sums)
                     registers[tile] = _pair(sums[:2]), _pair(sums[2:])

@@ -78,6 +78,7 @@ TUNED = (
             "compute_wgs": (2, 3),
             "rescale_threshold": (0.0, 8.0),
             "take_turns": (True, False),
+            "own_bodies": (False, True),
             "out_has_own_buffer": (True, False),
             "head_group": (2, 4, 8, 16),
             "num_stages": (2, 3),

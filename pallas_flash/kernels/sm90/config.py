@@ -23,6 +23,7 @@ class ForwardConfig:
     head_group: int = 4  # heads whose tiles are worked on together, so that their keys stay in L2
     take_turns: bool = True  # warpgroups alternate between tensor cores and softmax
     out_has_own_buffer: bool = True  # else it shares the queries', and the next queries load later
+    own_bodies: bool = False  # a program for each compute warpgroup: its number as data costs registers
     rescale_threshold: float = 8.0  # rescale the accumulator only when some maximum grew by more, in base 2
     num_ctas: int = 132  # the SMs of an H100 or H200 (SXM)
 

@@ -169,6 +169,11 @@ class Plan:
         return self.cache_dtype != jnp.int8 and not self.by_warps
 
     @property
+    def queries_are_alike(self) -> bool:
+        """Whether all queries of a key head take part with the same keys."""
+        return self.shapes.q_len == 1 and self.spec.score_mod is None
+
+    @property
     def raw_scores(self) -> bool:
         """Whether the softmax works on q.k itself, with the scale folded into its exponent."""
         spec = self.spec

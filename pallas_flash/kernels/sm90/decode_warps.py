@@ -61,7 +61,10 @@ def _step(
     p = jnp.where(p > 0, scaled, 0.0) if masked and state.v_scale is not None else scaled  # a hidden key's may be NaN
     v_scale = decode_copies.scale(worker, inputs.v_scale, step + 1)
 
-    seen = jnp.where(scores > -jnp.inf, 1.0, 0.0).astype(plan.weights_dtype) if masked else None
+    seen = None
+    if masked:
+        pairs = jnp.where(scores > -jnp.inf, 1.0, 0.0).astype(plan.weights_dtype)
+        seen = warp_products.Seen(pairs, alike=plan.queries_are_alike)
     out = products.add(out, p.astype(plan.weights_dtype), _landed(values, step), seen)
     decode_copies.copy(worker, keys, step + keys.stages, next_k)
     decode_copies.copy(worker, values, step + values.stages, next_v)

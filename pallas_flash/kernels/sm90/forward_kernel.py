@@ -76,16 +76,21 @@ def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers, ba
     config = plan.config
     wg = lax.axis_index("wg")
 
-    @pl.when(wg < config.compute_wgs)
-    def _compute() -> None:
+    def compute(wg: Any) -> None:
         plgpu.set_max_registers(config.compute_registers, action="increase")
-        compute = lambda plan: _compute_warpgroup(plan, inputs, outputs, buffers, barriers, wg)  # noqa: E731
+        one_pass = lambda plan: _compute_warpgroup(plan, inputs, outputs, buffers, barriers, wg)  # noqa: E731
         if buffers.junk is not None:
             junk.trust(buffers.junk, wg, plan.tensor_cores)
-        compute(plan)
+        one_pass(plan)
         if barriers.inspected is not None:
             plgpu.barrier_arrive(barriers.inspected)
-        _once_more_if_suspected(plan, buffers, barriers, compute)
+        _once_more_if_suspected(plan, buffers, barriers, one_pass)
+
+    if config.own_bodies:
+        for index in range(config.compute_wgs):
+            pl.when(wg == index)(functools.partial(compute, jnp.int32(index)))
+    else:
+        pl.when(wg < config.compute_wgs)(lambda: compute(wg))
 
     @pl.when(wg == config.compute_wgs)
     def _copy() -> None:
