@@ -53,10 +53,11 @@ def kernels(text: str) -> int:
 @pytest.mark.parametrize("entry", TABLE, ids=lambda e: "-".join(map(str, e["case"].values())))
 def test_every_tuned_config_lowers(entry):
     case, config = cache.Case(**entry["case"]), DecodeConfig(**entry["config"])
-    quantised = case.dtype == "int8"
-    operands = operands_of(case[:2], cache=jnp.int8 if quantised else None, scales=True if quantised else None)
+    cached: Any = {"cache": jnp.dtype(case.dtype), "scales": True} if case.dtype != "bfloat16" else {}
+    operands = operands_of(case[:2], q_len=16 if "many" in case.mask else 1, **cached)
     padded = padded_head_dims(operands.shapes, operands.k.dtype)
     assert config.shared_bytes(padded, operands.q.dtype, operands.k.dtype) <= MAX_SHARED_BYTES
+    assert decode.decode_config(operands) == config
     assert kernels(lower(SPEC, operands, config=config, splits=1)) == 1
 
 

@@ -17,7 +17,8 @@ from pallas_flash.combine import Partial
 from pallas_flash.decode_spec import DecodeOperands, DecodeSpec
 from pallas_flash.kernels import support
 from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES
-from pallas_flash.kernels.sm90.decode_config import ROWS, DecodeConfig, padded_head_dims
+from pallas_flash.kernels.sm90.decode_config import ROWS, WARP_ROWS, DecodeConfig, padded_head_dims
+from pallas_flash.spec import Shapes
 from pallas_flash.tuning import cache
 
 NAME = "sm90"
@@ -76,7 +77,7 @@ def decode(
 def num_splits(spec: DecodeSpec, operands: DecodeOperands, config: DecodeConfig) -> int:
     shapes = operands.shapes
     keys = shapes.kv_len if spec.window is None else min(shapes.kv_len, spec.window + shapes.q_len)
-    rows = shapes.q_len * shapes.q_heads_per_kv_head
+    rows = _rows(shapes)
     tiles = shapes.batch * shapes.num_kv_heads * -(-rows // ROWS)
     return config.splits(keys, tiles, rows, config.ctas_per_sm(_shared_bytes(operands, config)))
 
@@ -85,12 +86,18 @@ def decode_config(operands: DecodeOperands) -> DecodeConfig | None:
     """The tuned entry of the nearest case that fits. Tables name what the cache holds, bfloat16 for float16 too."""
     shapes = operands.shapes
     dtype = operands.k.dtype.name if operands.k.dtype.itemsize == 1 else "bfloat16"
-    case = cache.Case(shapes.head_dim, shapes.value_head_dim, dtype, "decode")
+    queries = "decode" if _rows(shapes) <= WARP_ROWS else "decode of many queries"
+    case = cache.Case(shapes.head_dim, shapes.value_head_dim, dtype, queries)
     configs = (DecodeConfig(**entry) for entry in cache.nearest("sm90_decode", case))
     return next((config for config in configs if _shared_bytes(operands, config) <= MAX_SHARED_BYTES), None)
 
 
 def _shared_bytes(operands: DecodeOperands, config: DecodeConfig) -> int:
     stored = operands.k.dtype
-    rows = operands.shapes.q_len * operands.shapes.q_heads_per_kv_head
-    return config.shared_bytes(padded_head_dims(operands.shapes, stored), operands.q.dtype, stored, rows)
+    shapes = operands.shapes
+    return config.shared_bytes(padded_head_dims(shapes, stored), operands.q.dtype, stored, _rows(shapes))
+
+
+def _rows(shapes: Shapes) -> int:
+    """Queries of a key head."""
+    return shapes.q_len * shapes.q_heads_per_kv_head
