@@ -81,10 +81,10 @@ CASES = {
         operands_of(1, 320, 192, 2, 1, (128, 128)),
         COLUMNS,
     ),
-    "causal, three heads a key head, persistent, dQ late, early scores, dK in the place of dS": (
+    "causal, three heads a key head, persistent, dQ late, dK in the place of dS": (
         AttentionSpec(0.1, (CAUSAL,)),
         operands_of(1, 192, 192, 3, 1, (128, 128)),
-        BackwardConfig(num_ctas=1, early_scores=True, **TURNS),
+        BackwardConfig(num_ctas=1, **TURNS),
     ),
     "soft cap, sinks, float16, persistent, cut-off keys and queries": (
         AttentionSpec(0.125, soft_cap=3.0),

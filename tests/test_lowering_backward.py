@@ -196,7 +196,6 @@ def test_a_config_for_dq_names_what_is_wrong(wrong):
         {"late_dq": True, "block_kv": 64},
         {"own_outputs": True, "block_kv": 64},
         {"take_turns": True},
-        {"early_scores": True},
         {"take_turns": True, "late_dq": True, "num_stages": 1},
     ],
 )

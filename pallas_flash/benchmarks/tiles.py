@@ -52,6 +52,8 @@ class Tiled:
         tuned = backward_pass.tuned_config(spec, operands, sm90.mask_class(spec, operands))
         assert tuned is not None, "sm90 has tiles for the head dims of the workloads"
         block_q, block_kv = self.tile
+        if self.tile != (tuned.block_q, tuned.block_kv):  # what the tuned one does beside its tile may not fit others
+            tuned = dataclasses.replace(tuned, own_outputs=False, late_dq=False, take_turns=False)
         return dataclasses.replace(tuned, block_q=block_q, block_kv=block_kv)
 
     def forward(self, spec: AttentionSpec, operands: Operands) -> Forward:

@@ -98,7 +98,6 @@ TUNED = (
             "dout_stages": (1, 2),
             "late_dq": (False, True),
             "take_turns": (False, True),
-            "early_scores": (False, True),
             "own_outputs": (False, True),
         },
         start=_start_backward,

@@ -31,7 +31,6 @@ class BackwardConfig:
     own_outputs: bool = False  # dK and dV leave from buffers of their own, so that the next K and V come earlier
     late_dq: bool = False  # dQ of a block is multiplied a step later, so that no warpgroup waits for the other's dS
     take_turns: bool = False  # warpgroups alternate between the tensor cores and P, dS; with late_dq only
-    early_scores: bool = False  # K Q^T of a block is issued before dK of the one before has ended; with late_dq only
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -46,9 +45,8 @@ class BackwardConfig:
         for name in ("own_outputs", "late_dq"):
             if getattr(self, name) and self.shares_keys:
                 raise ValueError(f"self.{name}=True needs {self.block_kv=} to be 128")
-        for name in ("take_turns", "early_scores"):
-            if getattr(self, name) and not self.late_dq:
-                raise ValueError(f"self.{name}=True needs {self.late_dq=} to be True")
+        if self.take_turns and not self.late_dq:
+            raise ValueError(f"self.take_turns=True needs {self.late_dq=} to be True")
         if self.take_turns and min(self.num_stages, self.dout_stages) < 2:
             # A warpgroup that has its turn waits for the next block, which would wait for the other one's turn.
             raise ValueError(f"self.take_turns=True needs {self.num_stages=} and {self.dout_stages=} to be 2")

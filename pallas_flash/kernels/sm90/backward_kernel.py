@@ -259,11 +259,6 @@ def _walk(worker: Worker) -> tuple[jax.Array, jax.Array]:
         late = functools.partial(_with_before, plan, item)
         if plan.late_dq:
             backward_keys.before_first(worker)
-        if plan.early_scores:
-            # Not pl.when: accumulators pass through loops only.
-            pl.loop(0, jnp.minimum(item.q_end - item.q_start, 1))(lambda _: _walk_early(worker, head))
-            backward_keys.last_dq(worker, _last(plan, item, head))
-            return
         if plan.some_masked:
 
             @pl.loop(0, schedule.masked_steps(item))
@@ -281,26 +276,6 @@ def _walk(worker: Worker) -> tuple[jax.Array, jax.Array]:
 
     _for_each_head(plan, item, walk_head)
     return plan.tensor_cores.load(worker.dk, pending=0), plan.tensor_cores.load(worker.dv, pending=0)
-
-
-def _walk_early(worker: Worker, head: jax.Array) -> None:
-    """The same over one or more blocks, each with the products of the one before."""
-    plan, item = worker.plan, worker.work.item
-    masked_steps, steps = schedule.masked_steps(item), item.q_end - item.q_start
-
-    def block(step: jax.Array, *, masked: bool = False) -> Block:
-        each = _block(plan, head, schedule.query_block(item, step), _parity(step - masked_steps), masked=masked)
-        return _with_before(plan, item, each, step)
-
-    def body(step: jax.Array, weights: tuple[jax.Array, jax.Array], *, masked: bool) -> tuple[jax.Array, jax.Array]:
-        return backward_keys.early_step(worker, block(step - 1), *weights, block(step, masked=masked))
-
-    first = jnp.int32(0)
-    weights = backward_keys.weights(worker, block(first, masked=plan.some_masked))
-    if plan.some_masked:
-        weights = pl.loop(1, masked_steps, init_carry=weights)(functools.partial(body, masked=True))
-    weights = pl.loop(jnp.maximum(masked_steps, 1), steps, init_carry=weights)(functools.partial(body, masked=False))
-    backward_keys.late_products(worker, block(steps - 1), *weights)
 
 
 def _last(plan: Plan, item: WorkItem, head: jax.Array) -> Block:

@@ -7,7 +7,6 @@ dS^T passes through shared memory: dQ = dS K sums over the keys of both warpgrou
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,9 +28,9 @@ def step(worker: Worker, block: Block) -> None:
     """One block of queries."""
     plan, refs, wg = worker.plan, worker.refs, worker.wg
     tensor_cores, (_, _, buffers, barriers) = plan.tensor_cores, refs
-    p, ds = weights(worker, block)
+    p, ds = _weights(worker, block)
     if plan.late_dq:
-        late_products(worker, block, p, ds)
+        _late_products(worker, block, p, ds)
         return
     tensor_cores.start(worker.dv, p, block.at(buffers.dout, block.dout_slot))
     if not plan.sums_dq:
@@ -55,27 +54,8 @@ def step(worker: Worker, block: Block) -> None:
     plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
 
 
-def late_products(worker: Worker, block: Block, p: jax.Array, ds: jax.Array) -> None:
+def _late_products(worker: Worker, block: Block, p: jax.Array, ds: jax.Array) -> None:
     """dV and dK of this block, dQ of the one before: its dS has long come from both warpgroups."""
-    _start_late_products(worker, block, p, ds)
-    _end_late_products(worker, block, pending=0)
-
-
-def early_step(worker: Worker, before: Block, p: jax.Array, ds: jax.Array, block: Block) -> tuple[jax.Array, jax.Array]:
-    """The products with P and dS of the block before, and P and dS of this one: between the two the tensor cores do
-    not run dry, and nothing is in flight across the end."""
-    _start_late_products(worker, before, p, ds)
-    return weights(worker, block, meanwhile=functools.partial(_end_late_products, worker, before, pending=1))
-
-
-def _end_late_products(worker: Worker, block: Block, *, pending: int) -> None:
-    """Once at most so many later products are in flight."""
-    worker.plan.tensor_cores.wait(pending)
-    plgpu.barrier_arrive(worker.refs.barriers.q.consumed.at[block.q_slot])
-
-
-def _start_late_products(worker: Worker, block: Block, p: jax.Array, ds: jax.Array) -> None:
-    """All but the end of dK's."""
     plan, (_, _, buffers, barriers), wg = worker.plan, worker.refs, worker.wg
     tensor_cores = plan.tensor_cores
     (chunk,) = plan.config.dq_chunks(wg, plan.shapes.head_dim)
@@ -96,6 +76,8 @@ def _start_late_products(worker: Worker, block: Block, p: jax.Array, ds: jax.Arr
     tile_.add_dq(worker, block.before, block.head, chunk, dq, block.first)
     tensor_cores.wait(1)
     plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
+    tensor_cores.wait(0)
+    plgpu.barrier_arrive(barriers.q.consumed.at[block.q_slot])
 
 
 def before_first(worker: Worker) -> None:
@@ -106,7 +88,7 @@ def before_first(worker: Worker) -> None:
 
 
 def last_dq(worker: Worker, last: Block) -> None:
-    """What `late_products` leaves after the last block; last.first: there was none."""
+    """What `_late_products` leaves after the last block; last.first: there was none."""
     tensor_cores, barriers = worker.plan.tensor_cores, worker.refs.barriers
     (chunk,) = worker.plan.config.dq_chunks(worker.wg, worker.plan.shapes.head_dim)
     barriers.turns.pass_on(worker.wg)
@@ -127,16 +109,14 @@ def _start_dq(worker: Worker, acc: Ref, block: Block, parity: Any) -> None:
     plan.tensor_cores.start(acc, ds, block.at(buffers.k, 0, slice(None), pl.ds(column, columns)))
 
 
-def weights(worker: Worker, block: Block, meanwhile: Callable[[], None] = lambda: None) -> tuple[jax.Array, jax.Array]:
-    """P^T as dropout leaves it and dS^T, 16-bit. dS is the gradient of scale * q.k: the scale comes at the end.
-    meanwhile: what to do while K Q^T is in flight."""
+def _weights(worker: Worker, block: Block) -> tuple[jax.Array, jax.Array]:
+    """P^T as dropout leaves it and dS^T, 16-bit. dS is the gradient of scale * q.k: the scale comes at the end."""
     plan, (_, _, buffers, barriers), own = worker.plan, worker.refs, _own_keys(worker.wg)
     tensor_cores, shape = plan.tensor_cores, (BLOCK, plan.config.block_q)
     tile = tile_.tile_scores(worker, block)
 
     def with_scores(s: Ref) -> Any:
         tensor_cores.start(s, block.at(buffers.k, 0, own), block.at(buffers.q, block.q_slot).transpose((1, 0)))
-        meanwhile()
         plgpu.barrier_wait(barriers.dout.produced.at[block.dout_slot])
         return tensor_cores.accumulator(functools.partial(with_dp, s), shape, worker.accumulators.dp)
 

@@ -152,10 +152,6 @@ class Plan:
         return self.config.late_dq and self.sums_dq
 
     @property
-    def early_scores(self) -> bool:
-        return self.config.early_scores and self.late_dq
-
-    @property
     def takes_turns(self) -> bool:
         return self.config.take_turns and self.late_dq
 
