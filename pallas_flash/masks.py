@@ -22,7 +22,7 @@ import numpy as np
 
 from pallas_flash import elementwise
 from pallas_flash.elementwise import Elementwise
-from pallas_flash.spec import Array, Index, described
+from pallas_flash.spec import Array, Index, array_of, described
 
 FAR = 2**29  # beyond every position, and still an int32 after adding two of them
 
@@ -252,7 +252,7 @@ def _mask(part: Part, *arrays: Any) -> Mask:
 
 def integers(name: str, value: Any) -> Any:
     """`value` as an array (NumPy's stay NumPy's); ValueError unless it holds integers."""
-    array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
+    array = array_of(name, value, "of an integer dtype")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be of an integer dtype, not {described(value)}")
     return array

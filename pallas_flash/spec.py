@@ -150,6 +150,16 @@ def described(value: Any) -> str:
     return reprlib.repr(value)
 
 
+def array_of(name: str, value: Any, wanted: str) -> Any:
+    """What came as an array, or NumPy's of numbers and lists of them; ValueError for what is neither."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return value
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:  # rows of different lengths, or lists of tracers
+        raise ValueError(f"{name} must be {wanted}, not {described(value)}: {error}") from error
+
+
 def varying_axes(arrays: Any) -> tuple[str, ...]:
     """The mesh axes, inside shard_map, along which any array of a pytree differs from device to device."""
     types = (jax.typeof(array).manual_axis_type for array in jax.tree.leaves(arrays))

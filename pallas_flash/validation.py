@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from pallas_flash import dropout, elementwise, masks
 from pallas_flash.masks import Mask
-from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, described, vary, varying_axes
+from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, array_of, described, vary, varying_axes
 
 MAX_FLOAT = float(np.finfo(np.float32).max)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -146,7 +146,7 @@ def _is_static_number(value: Any) -> bool:
 def checked_array(name: str, value: Any, kind: Any, wanted: str) -> Array:
     """`value` as an array of this kind of dtype; never a cast from another kind."""
     require(not isinstance(value, jax.ShapeDtypeStruct), name, value, wanted)
-    array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
+    array = array_of(name, value, wanted)
     require(jnp.issubdtype(array.dtype, kind), name, value, wanted)
     return jnp.asarray(array)
 
@@ -239,7 +239,7 @@ def _mask(arguments: Arguments, sizes: Sizes) -> tuple[tuple[masks.Part, ...], t
     if arguments.key_value_seq_lengths is not None:
         whole &= Mask((masks.KeyValueLengths(),), ((arguments.key_value_seq_lengths,),))
     if arguments.segment_ids is not None:
-        whole &= Mask((masks.Segments(),), (_segment_ids(arguments.segment_ids),))
+        whole &= Mask((masks.Segments(),), (_segment_ids(arguments.segment_ids, sizes),))
 
     bands = [part for part in whole.parts if isinstance(part, masks.Band)]
     others = [(p, a) for p, a in zip(whole.parts, whole.arrays, strict=True) if not isinstance(p, masks.Band)]
@@ -280,7 +280,11 @@ def window_sides(window: Any) -> tuple[int | None, int | None]:
     return sides[0], sides[1]
 
 
-def _segment_ids(segment_ids: Any) -> tuple[Any, Any]:
+def _segment_ids(segment_ids: Any, sizes: Sizes) -> tuple[Any, Any]:
+    """A list is a pair if what it holds has the rank of ids; else it is the ids themselves."""
+    rank = lambda x: array_of("segment_ids", x, "ids or a pair (query ids, key ids)").ndim  # noqa: E731
+    if isinstance(segment_ids, list) and not any(rank(x) > len(sizes.lead) for x in segment_ids):
+        return segment_ids, segment_ids
     if isinstance(segment_ids, tuple | list):
         require(len(segment_ids) == 2, "segment_ids", segment_ids, "ids or a pair (query ids, key ids)")
         return tuple(segment_ids)
