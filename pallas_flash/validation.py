@@ -18,7 +18,6 @@ from pallas_flash import dropout, elementwise, masks
 from pallas_flash.masks import Mask
 from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, array_of, described, vary, varying_axes
 
-MAX_FLOAT = float(np.finfo(np.float32).max)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -136,11 +135,14 @@ def require(condition: Any, name: str, got: Any, wanted: str) -> None:
         raise ValueError(f"{name} must be {wanted}, not {described(got)}")
 
 
-def _is_static_number(value: Any) -> bool:
-    """Whether it is a Python or NumPy number that float32 can hold."""
+def _static_number(value: Any) -> float | None:
+    """A Python or NumPy number, infinite where it is too large for a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        return False
-    return not abs(value) > MAX_FLOAT or abs(value) == math.inf  # NaN and infinity are refused with a better reason
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def checked_array(name: str, value: Any, kind: Any, wanted: str) -> Array:
@@ -199,12 +201,14 @@ def checked_scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
     if scale is None:
         require(q.shape[-1] > 0, "scale", scale, "given where head_dim is 0")
         return 1 / math.sqrt(q.shape[-1]), None
-    if _is_static_number(scale):
-        require(math.isfinite(scale), "scale", scale, "finite")
-        return float(scale), None
+    dtype = accumulator_dtype(q.dtype)
+    number = _static_number(scale)
+    if number is not None:
+        require(abs(number) <= float(np.finfo(dtype).max), "scale", scale, f"finite in {dtype}")
+        return number, None
     array = checked_array("scale", scale, jnp.floating, "a number or a floating-point scalar array")
     require(array.shape == (), "scale", scale, "a scalar")
-    return None, array.astype(accumulator_dtype(q.dtype))
+    return None, array.astype(dtype)
 
 
 def per_batch(name: str, value: Any, sizes: Sizes, low: int, high: int) -> Array:
@@ -338,10 +342,12 @@ def checked_sinks(sinks: Any, sizes: Sizes) -> Array | None:
 def checked_soft_cap(cap: Any) -> float | None:
     if cap is None:
         return None
-    require(_is_static_number(cap), "logits_soft_cap", cap, "None or a Python number (it is part of the program)")
+    number = _static_number(cap)
+    if number is None:
+        raise ValueError(f"logits_soft_cap must be None or a Python number (part of the program), not {described(cap)}")
     # Beyond, the quotient or the product with the cap would leave float32.
-    require(1e-30 <= cap <= 1e30, "logits_soft_cap", cap, "None or a number > 0, from 1e-30 to 1e30")
-    return float(cap)
+    require(1e-30 <= number <= 1e30, "logits_soft_cap", cap, "None or a number > 0, from 1e-30 to 1e30")
+    return number
 
 
 def traced_score_mod(
@@ -353,15 +359,17 @@ def traced_score_mod(
 
 
 def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:
-    require(_is_static_number(rate) and 0 <= rate < 1, "dropout_rate", rate, "a Python number in [0, 1)")
-    if rate == 0:
+    number = _static_number(rate)
+    if number is None or not 0 <= number < 1:
+        raise ValueError(f"dropout_rate must be a Python number in [0, 1), not {described(rate)}")
+    if number == 0:
         return 0.0, None
     wanted = f"a JAX random key where dropout_rate is {rate}"
     require(hasattr(key, "dtype") and hasattr(key, "shape"), "dropout_key", key, wanted)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     require(key.shape == () if typed else key.dtype == jnp.uint32 and key.ndim == 1, "dropout_key", key, wanted)
     try:
-        return float(rate), dropout.key_words(key)
+        return number, dropout.key_words(key)
     except TypeError as error:
         raise ValueError(f"dropout_key must be {wanted}, not {described(key)}") from error
 
@@ -373,5 +381,5 @@ def _precision(precision: Any) -> Any:
         hash(precision)
         jax.eval_shape(lambda x: lax.dot(x, x, precision=precision), jax.ShapeDtypeStruct((1, 1), jnp.float32))
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"precision must be what jax.lax.dot takes, not {precision!r}: {error}") from error
+        raise ValueError(f"precision must be what jax.lax.dot takes, not {described(precision)}: {error}") from error
     return precision

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ WRONG: dict[str, list[Any]] = {
         np.ones((5, 7), np.int32), np.ones((5, 7), np.float32), np.where(np.eye(5, 7), 0, -inf), np.ones((7, 5), bool),
         np.ones((2, 3, 5, 7), bool), np.ones((2, 2, 6, 5, 7), bool), 1, lambda b, h, i, j: i >= j,
     ],
-    "scale": [nan, inf, "1", True, np.ones(3, np.float32), jnp.int32(1), 1j],
+    "scale": [nan, inf, 1e39, np.float64(-1e300), 10**400, -(10**400), "1", True, np.ones(3, np.float32), jnp.int32(1), 1j],
     "is_causal": [1, None, "yes", np.ones(2, bool)],
     "query_seq_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0],
     "key_value_seq_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), np.ones(2, bool), [1.5, 2.5]],
@@ -46,11 +47,11 @@ WRONG: dict[str, list[Any]] = {
         (np.ones((2, 5), np.int32),), (np.ones((2, 7), np.int32), np.ones((2, 5), np.int32)), (None, None),
         (np.ones((2, 5), np.int32), np.ones((2, 7))), (np.ones((2, 5), np.int32), None), "ids",
     ],
-    "logits_soft_cap": [0.0, 0, -5.0, inf, nan, "5", True, np.ones(2)],
+    "logits_soft_cap": [0.0, 0, -5.0, inf, nan, 1e39, 10**400, "5", True, np.ones(2)],
     "sinks": [np.ones(3, np.float32), np.ones(6, np.int32), np.ones((1, 6), np.float32), 1.0, "s"],
     "score_mod": [3, lambda s: s, lambda s, b, h, i, j: (s, s), lambda s, b, h, i, j: s > 0,
                   lambda s, b, h, i, j: jnp.ones(3) * s, lambda s, b, h, i, j: s.astype(jnp.bfloat16)],
-    "dropout_rate": [-0.1, nan, 1.0, 1.5, "0.1", True, None, np.ones(2)],
+    "dropout_rate": [-0.1, nan, 1.0, 1.5, 10**400, "0.1", True, None, np.ones(2)],
     "precision": ["most", 7, ("high",) * 3, object()],
     "deterministic": [None, 1, "no"],
     "return_residual": [None, 1, "no"],
@@ -81,7 +82,7 @@ def assert_says(message: str, name: str, value: Any) -> None:
 
 
 def said(value: Any) -> str:
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray | jax.Array) else repr(value)
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray | jax.Array) else reprlib.repr(value)
 
 
 # Other public functions: calls that are wrong, the argument that their message names, and what came.
@@ -195,6 +196,12 @@ def test_numpy_and_weakly_typed_inputs() -> None:
     }  # fmt: skip
     plain = scalars | {"scale": 0.3, "local_window_size": 3, "query_offset": 2, "logits_soft_cap": 2.0}
     np.testing.assert_allclose(flash_attention(q, k, v, **scalars), flash_attention(q, k, v, **plain), rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+def test_small_numpy_numbers_are_numbers() -> None:
+    half = {"scale": np.float16(0.5), "logits_soft_cap": np.float16(2), "dropout_rate": np.float16(0)}
+    jax.eval_shape(lambda q: flash_attention(q, K, V, **half), Q)
 
 
 @pytest.mark.case("K11")
