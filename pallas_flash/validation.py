@@ -135,7 +135,7 @@ def require(condition: Any, name: str, got: Any, wanted: str) -> None:
         raise ValueError(f"{name} must be {wanted}, not {described(got)}")
 
 
-def _static_number(value: Any) -> float | None:
+def static_number(value: Any) -> float | None:
     """A Python or NumPy number, infinite where it is too large for a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return None
@@ -202,7 +202,7 @@ def checked_scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
         require(q.shape[-1] > 0, "scale", scale, "given where head_dim is 0")
         return 1 / math.sqrt(q.shape[-1]), None
     dtype = accumulator_dtype(q.dtype)
-    number = _static_number(scale)
+    number = static_number(scale)
     if number is not None:
         require(abs(number) <= float(np.finfo(dtype).max), "scale", scale, f"finite in {dtype}")
         return number, None
@@ -342,7 +342,7 @@ def checked_sinks(sinks: Any, sizes: Sizes) -> Array | None:
 def checked_soft_cap(cap: Any) -> float | None:
     if cap is None:
         return None
-    number = _static_number(cap)
+    number = static_number(cap)
     if number is None:
         raise ValueError(f"logits_soft_cap must be None or a Python number (part of the program), not {described(cap)}")
     # Beyond, the quotient or the product with the cap would leave float32.
@@ -359,7 +359,7 @@ def traced_score_mod(
 
 
 def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:
-    number = _static_number(rate)
+    number = static_number(rate)
     if number is None or not 0 <= number < 1:
         raise ValueError(f"dropout_rate must be a Python number in [0, 1), not {described(rate)}")
     if number == 0:

@@ -96,4 +96,3 @@ def _check_heads(num_heads: int, num_kv_heads: int, devices: int, axis_name: str
 
 def _exchange(array: Array, axis_name: str, *, split: int, concat: int) -> Array:
     return lax.all_to_all(array, axis_name, array.ndim + split, array.ndim + concat, tiled=True)
-
