@@ -255,7 +255,7 @@ def integers(name: str, value: Any) -> Any:
     array = array_of(name, value, "of an integer dtype")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be of an integer dtype, not {described(value)}")
-    return array
+    return array.astype(np.int32) if jnp.iinfo(array.dtype).bits < 8 else array  # NumPy computes on no int4
 
 
 def clamp(array: Any, low: int, high: int) -> Array:

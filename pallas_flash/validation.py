@@ -268,8 +268,7 @@ def _part_arrays(part: masks.Part, arrays: masks.Arrays, sizes: Sizes) -> masks.
         limit = sizes.q_len if isinstance(part, masks.QueryLengths) else sizes.kv_len
         return (per_batch(names[type(part)], arrays[0], sizes, 0, limit * sizes.devices),)
     if isinstance(part, masks.Segments):
-        sides = zip(("query", "key_value"), arrays, (sizes.q_len, sizes.kv_len), strict=True)
-        return tuple(_ids(f"segment_ids ({side})", ids, length, sizes) for side, ids, length in sides)
+        return _both_ids(arrays, sizes)
     return arrays
 
 
@@ -295,15 +294,26 @@ def _segment_ids(segment_ids: Any, sizes: Sizes) -> tuple[Any, Any]:
     return segment_ids, segment_ids
 
 
+def _both_ids(ids: masks.Arrays, sizes: Sizes) -> masks.Arrays:
+    """Of queries and of keys; 64-bit ids stay what they are. Unsigned ids keep their bits, which are those of other
+    numbers where they are signed."""
+    lengths = {"query": sizes.q_len, "key_value": sizes.kv_len}
+    arrays = [_ids(f"segment_ids ({side})", x, lengths[side], sizes) for side, x in zip(lengths, ids, strict=True)]
+    dtypes = [array.dtype.name for array in arrays]
+    if dtypes[0] != dtypes[1] and {*dtypes} & {"uint32", "uint64"}:
+        raise ValueError(f"segment_ids must be of one dtype where one of them is unsigned, not {' and '.join(dtypes)}")
+    return tuple(array if array.dtype.itemsize > 4 else array.astype(jnp.int32) for array in arrays)
+
+
 def _ids(name: str, ids: Any, length: int, sizes: Sizes) -> Array:
     array = masks.integers(name, ids)
     require(array.shape == (*sizes.lead, length), name, ids, f"of shape {[*sizes.lead, length]}")
-    if isinstance(array, np.ndarray) and array.size and not jax.config.jax_enable_x64:
+    if isinstance(array, np.ndarray) and array.size:
         limits = np.iinfo(np.int32)
         fits = limits.min <= array.min() and array.max() <= limits.max
-        require(fits, name, array, "within int32 (64-bit ids need jax_enable_x64)")
-    array = jnp.asarray(array).reshape(sizes.batch, length)
-    return array if array.dtype.itemsize > 4 else array.astype(jnp.int32)  # 64-bit ids stay what they are
+        require(fits or jax.config.jax_enable_x64, name, array, "within int32 (64-bit ids need jax_enable_x64)")
+        array = array.astype(np.int32) if fits else array
+    return jnp.asarray(array).reshape(sizes.batch, length)
 
 
 def _as_scores(name: str, array: Array, sizes: Sizes) -> Array:

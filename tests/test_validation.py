@@ -25,7 +25,9 @@ nan, inf = float("nan"), float("inf")
 
 # argument: values that are wrong beside Q, K, V.
 WRONG: dict[str, list[Any]] = {
-    "query": [jnp.zeros((2, 5, 6, 8), jnp.int32), jnp.zeros((6, 8)), "q", None, jnp.zeros((2, 5, 6, 8), jnp.complex64)],
+    "query": [
+        [[1.0], [2.0, 3.0]], jnp.zeros((2, 5, 6, 8), jnp.int32), jnp.zeros((6, 8)), "q", None, jnp.zeros((2, 5, 6, 8), jnp.complex64),
+    ],
     "key": [jnp.zeros((2, 7, 3, 9)), jnp.zeros((3, 7, 3, 8)), jnp.zeros((7, 3, 8)), jnp.zeros((2, 7, 3, 8), bool)],
     "value": [jnp.zeros((2, 8, 3, 4)), jnp.zeros((2, 7, 6, 4)), jnp.zeros((2, 7, 3)), jnp.zeros((2, 7, 3, 4), np.int8)],
     "bias": [
@@ -36,16 +38,19 @@ WRONG: dict[str, list[Any]] = {
         np.ones((5, 7), np.int32), np.ones((5, 7), np.float32), np.where(np.eye(5, 7), 0, -inf), np.ones((7, 5), bool),
         np.ones((2, 3, 5, 7), bool), np.ones((2, 2, 6, 5, 7), bool), 1, lambda b, h, i, j: i >= j,
     ],
-    "scale": [nan, inf, 1e39, np.float64(-1e300), 10**400, -(10**400), "1", True, np.ones(3, np.float32), jnp.int32(1), 1j],
+    "scale": [
+        nan, inf, 1e39, np.float64(-1e300), 10**400, -(10**400), "1", True, np.ones(3, np.float32), jnp.int32(1), 1j,
+    ],
     "is_causal": [1, None, "yes", np.ones(2, bool)],
     "query_seq_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0],
-    "key_value_seq_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), np.ones(2, bool), [1.5, 2.5]],
+    "key_value_seq_lengths": [[[1], [2, 3]], np.ones(3, np.int32), np.ones(2, np.float32), np.ones(2, bool), [1.5, 2.5]],
     "local_window_size": [-2, (-2, 0), (0, -3), (1, 2, 3), 1.5, (0.5, 1), "wide", True, (True, False), ()],
     "query_offset": [1.5, np.ones(3, np.int32), np.ones(2, np.float32), None, True, 2**31],
     "segment_ids": [
         np.ones(7, np.int32), np.ones((2, 7), np.int32), np.ones((2, 7), np.float32), np.ones((2, 3, 7), np.int32),
         (np.ones((2, 5), np.int32),), (np.ones((2, 7), np.int32), np.ones((2, 5), np.int32)), (None, None),
         (np.ones((2, 5), np.int32), np.ones((2, 7))), (np.ones((2, 5), np.int32), None), "ids",
+        [[1, 2], [3]], (np.ones((2, 5), np.int32), [[1], [2, 3]]),
     ],
     "logits_soft_cap": [0.0, 0, -5.0, inf, nan, 1e39, 10**400, "5", True, np.ones(2)],
     "sinks": [np.ones(3, np.float32), np.ones(6, np.int32), np.ones((1, 6), np.float32), 1.0, "s"],
