@@ -54,7 +54,8 @@ def append_to_cache(
       rotary: rotate the keys by their positions, which are their rows. The queries are yours to rotate: `apply_rotary`.
 
     A quantised cache with one scale a token gets the new tokens' own (`quantise`). Where it has one for all rows of a
-    sequence or page, that stays, and the new rows are rounded with it and saturate. float8 without scales saturates.
+    sequence or page, that stays, and the new rows are rounded with it and saturate; NaN becomes 0 in int8 then. float8
+    without scales saturates.
 
     Returns:
       the `Cache`, written.
@@ -136,8 +137,9 @@ def quantise(x: Array, dtype: Any = jnp.int8, *, scale: Array | None = None) -> 
     """Round x [..., H] to int8 or float8_e4m3fn with one factor for each vector: values [..., H], scale float32 [...].
 
     x is about values * scale[..., None]: to 1/254 of the vector's largest entry in int8, to 1/16 of each entry in
-    float8. With a `scale` of yours, float32 broadcastable to [...], what is too large for it saturates. A vector with
-    NaN or Inf stays one: its scale is no number.
+    float8. With a `scale` of yours, float32 broadcastable to [...], what is too large for it saturates, Inf too; NaN
+    stays NaN in float8 and becomes 0 in int8, which has none. Without it, a vector with NaN or Inf stays one: its scale
+    is NaN or Inf. float64 is rounded to float32 before: what is beyond that counts as Inf.
 
     Raises ValueError for another dtype, or a scale that does not fit.
 
@@ -149,8 +151,12 @@ def quantise(x: Array, dtype: Any = jnp.int8, *, scale: Array | None = None) -> 
     """
     x = checked_array("x", x, np.floating, "a floating-point array")
     require(x.ndim >= 1, "x", x, "of shape [..., H]")
+    try:
+        name = None if dtype is None else np.dtype(dtype).name
+    except TypeError:
+        name = None
+    require(name in QUANTISED, "dtype", dtype, " or ".join(QUANTISED))
     dtype = np.dtype(dtype)
-    require(dtype.name in QUANTISED, "dtype", dtype, " or ".join(QUANTISED))
     largest = 127.0 if dtype == np.int8 else float(jnp.finfo(dtype).max)
     exact = x.astype(jnp.float32)
     if scale is None:

@@ -189,13 +189,21 @@ def test_quantise(dtype: Any) -> None:
     for junk in (jnp.nan, jnp.inf):
         values, scale = quantise(x.at[1, 2, 3].set(junk), dtype)
         assert jnp.isnan(values.astype(jnp.float32)[1, 2] * scale[1, 2]).any() and jnp.isfinite(scale).sum() == 34
-    saturated, _ = quantise(jnp.array([1.0, 1e6, -1e6]), dtype, scale=jnp.float32(0.5))
-    limit = 127 if dtype == jnp.int8 else 448
-    np.testing.assert_array_equal(saturated.astype(jnp.float32), [2, limit, -limit])
+    saturated, _ = quantise(jnp.array([1.0, 1e6, -1e6, jnp.inf, jnp.nan]), dtype, scale=jnp.float32(0.5))
+    limit, nan = (127, 0) if dtype == jnp.int8 else (448, jnp.nan)
+    np.testing.assert_array_equal(saturated.astype(jnp.float32), [2, limit, -limit, limit, nan])
 
 
 @pytest.mark.parametrize(
-    "options", [{"dtype": jnp.int4}, {"scale": jnp.ones(3)}, {"scale": 1}, {"scale": jnp.ones((1, 1, 1))}]
+    "options",
+    [
+        {"dtype": jnp.int4},
+        {"dtype": "nosuch"},
+        {"dtype": None},
+        {"scale": jnp.ones(3)},
+        {"scale": 1},
+        {"scale": jnp.ones((1, 1, 1))},
+    ],
 )
 def test_wrong_arguments_of_quantise_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -59,7 +59,7 @@ def test_lengths_of_every_width(implementation: str, dtype: Any) -> None:
 def test_unsigned_ids_beside_signed_ones() -> None:
     """Largest beside -1: the same 32 bits."""
     largest, minus_one = jnp.full((2, 4), 2**32 - 1, jnp.uint32), jnp.full((2, 4), -1)
-    with pytest.raises(ValueError, match="segment_ids must be of one dtype .* not .*int32 and .*int32"):
+    with pytest.raises(ValueError, match=r"segment_ids must be of one dtype .* not .*int32 and .*int32"):
         flash_attention(X, X, X, segment_ids=(largest, minus_one))
     small = np.zeros((2, 4), np.uint32)
     assert not flash_attention(X, X, X, segment_ids=(small, minus_one)).any()

@@ -26,7 +26,8 @@ nan, inf = float("nan"), float("inf")
 # argument: values that are wrong beside Q, K, V.
 WRONG: dict[str, list[Any]] = {
     "query": [
-        [[1.0], [2.0, 3.0]], jnp.zeros((2, 5, 6, 8), jnp.int32), jnp.zeros((6, 8)), "q", None, jnp.zeros((2, 5, 6, 8), jnp.complex64),
+        [[1.0], [2.0, 3.0]], jnp.zeros((2, 5, 6, 8), jnp.int32), jnp.zeros((6, 8)), "q", None,
+        jnp.zeros((2, 5, 6, 8), jnp.complex64),
     ],
     "key": [jnp.zeros((2, 7, 3, 9)), jnp.zeros((3, 7, 3, 8)), jnp.zeros((7, 3, 8)), jnp.zeros((2, 7, 3, 8), bool)],
     "value": [jnp.zeros((2, 8, 3, 4)), jnp.zeros((2, 7, 6, 4)), jnp.zeros((2, 7, 3)), jnp.zeros((2, 7, 3, 4), np.int8)],
@@ -43,7 +44,9 @@ WRONG: dict[str, list[Any]] = {
     ],
     "is_causal": [1, None, "yes", np.ones(2, bool)],
     "query_seq_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0],
-    "key_value_seq_lengths": [[[1], [2, 3]], np.ones(3, np.int32), np.ones(2, np.float32), np.ones(2, bool), [1.5, 2.5]],
+    "key_value_seq_lengths": [
+        [[1], [2, 3]], np.ones(3, np.int32), np.ones(2, np.float32), np.ones(2, bool), [1.5, 2.5],
+    ],
     "local_window_size": [-2, (-2, 0), (0, -3), (1, 2, 3), 1.5, (0.5, 1), "wide", True, (True, False), ()],
     "query_offset": [1.5, np.ones(3, np.int32), np.ones(2, np.float32), None, True, 2**31],
     "segment_ids": [
