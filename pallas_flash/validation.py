@@ -375,13 +375,19 @@ def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:
     if number == 0:
         return 0.0, None
     wanted = f"a JAX random key where dropout_rate is {rate}"
-    require(hasattr(key, "dtype") and hasattr(key, "shape"), "dropout_key", key, wanted)
+    require_key("dropout_key", key, wanted)
+    return number, dropout.key_words(key)
+
+
+def require_key(name: str, key: Any, wanted: str) -> None:
+    """One JAX random key, typed or raw."""
+    require(hasattr(key, "dtype") and hasattr(key, "shape"), name, key, wanted)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    require(key.shape == () if typed else key.dtype == jnp.uint32 and key.ndim == 1, "dropout_key", key, wanted)
+    require(key.shape == () if typed else key.dtype == jnp.uint32 and key.ndim == 1, name, key, wanted)
     try:
-        return number, dropout.key_words(key)
+        jax.eval_shape(dropout.key_words, key)
     except TypeError as error:
-        raise ValueError(f"dropout_key must be {wanted}, not {described(key)}") from error
+        raise ValueError(f"{name} must be {wanted}, not {described(key)}") from error
 
 
 def _precision(precision: Any) -> Any:

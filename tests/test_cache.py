@@ -194,17 +194,13 @@ def test_quantise(dtype: Any) -> None:
     np.testing.assert_array_equal(saturated.astype(jnp.float32), [2, limit, -limit, limit, nan])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": jnp.int4},
-        {"dtype": "nosuch"},
-        {"dtype": None},
-        {"scale": jnp.ones(3)},
-        {"scale": 1},
-        {"scale": jnp.ones((1, 1, 1))},
-    ],
-)
+WRONG_OPTIONS = [
+    {"dtype": jnp.int4}, {"dtype": "nosuch"}, {"dtype": None}, {"scale": jnp.ones(3)}, {"scale": 1},
+    {"scale": jnp.ones((1, 1, 1))},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", WRONG_OPTIONS)
 def test_wrong_arguments_of_quantise_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         quantise(jnp.ones((5, 7)), **options)
