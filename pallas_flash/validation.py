@@ -246,29 +246,43 @@ def _mask(arguments: Arguments, sizes: Sizes) -> tuple[tuple[masks.Part, ...], t
         whole &= Mask((masks.Segments(),), (_segment_ids(arguments.segment_ids, sizes),))
 
     bands = [part for part in whole.parts if isinstance(part, masks.Band)]
-    others = [(p, a) for p, a in zip(whole.parts, whole.arrays, strict=True) if not isinstance(p, masks.Band)]
+    named = [_MASK_NAMES] * (len(arguments.mask.parts) if isinstance(arguments.mask, Mask) else 0)
+    named += [_NAMES] * (len(whole.parts) - len(named))
+    everything = zip(whole.parts, whole.arrays, named, strict=True)
+    others = [(part, *rest) for part, *rest in everything if not isinstance(part, masks.Band)]
     narrowest = lambda sides: min((side for side in sides if side is not None), default=None)  # noqa: E731
     parts: list[masks.Part] = (
         [masks.Band(narrowest(b.left for b in bands), narrowest(b.right for b in bands))] if bands else []
     )
     arrays: list[masks.Arrays] = [() for _ in parts]
-    for part, part_arrays in others:
+    for part, part_arrays, names in others:
         parts.append(part)
-        arrays.append(_part_arrays(part, part_arrays, sizes))
+        arrays.append(_part_arrays(part, part_arrays, names, sizes))
     return tuple(parts), tuple(arrays)
 
 
-def _part_arrays(part: masks.Part, arrays: masks.Arrays, sizes: Sizes) -> masks.Arrays:
-    names = {
-        masks.QueryLengths: "query_seq_lengths",
-        masks.KeyValueLengths: "key_value_seq_lengths",
-        masks.PrefixLM: "prefix",
-    }
+# What the arrays of a part are called where they came as arguments, and where they came in a mask.
+_NAMES: dict[type[masks.Part], str] = {
+    masks.QueryLengths: "query_seq_lengths",
+    masks.KeyValueLengths: "key_value_seq_lengths",
+    masks.Segments: "segment_ids",
+}
+_MASK_NAMES: dict[type[masks.Part], str] = {
+    masks.QueryLengths: "masks.lengths: query",
+    masks.KeyValueLengths: "masks.lengths: key_value",
+    masks.PrefixLM: "masks.prefix_lm: length",
+    masks.Segments: "masks.segments: ids",
+}
+
+
+def _part_arrays(
+    part: masks.Part, arrays: masks.Arrays, names: dict[type[masks.Part], str], sizes: Sizes
+) -> masks.Arrays:
     if part.uses_batch:
         limit = sizes.q_len if isinstance(part, masks.QueryLengths) else sizes.kv_len
         return (per_batch(names[type(part)], arrays[0], sizes, 0, limit * sizes.devices),)
     if isinstance(part, masks.Segments):
-        return _both_ids(arrays, sizes)
+        return _both_ids(names[masks.Segments], arrays, sizes)
     return arrays
 
 
@@ -294,14 +308,14 @@ def _segment_ids(segment_ids: Any, sizes: Sizes) -> tuple[Any, Any]:
     return segment_ids, segment_ids
 
 
-def _both_ids(ids: masks.Arrays, sizes: Sizes) -> masks.Arrays:
+def _both_ids(name: str, ids: masks.Arrays, sizes: Sizes) -> masks.Arrays:
     """Of queries and of keys; 64-bit ids stay what they are. Unsigned ids keep their bits, which are those of other
     numbers where they are signed."""
     lengths = {"query": sizes.q_len, "key_value": sizes.kv_len}
-    arrays = [_ids(f"segment_ids ({side})", x, lengths[side], sizes) for side, x in zip(lengths, ids, strict=True)]
+    arrays = [_ids(f"{name} ({side})", x, lengths[side], sizes) for side, x in zip(lengths, ids, strict=True)]
     dtypes = [array.dtype.name for array in arrays]
     if dtypes[0] != dtypes[1] and {*dtypes} & {"uint32", "uint64"}:
-        raise ValueError(f"segment_ids must be of one dtype where one of them is unsigned, not {' and '.join(dtypes)}")
+        raise ValueError(f"{name} must be of one dtype where one of them is unsigned, not {' and '.join(dtypes)}")
     return tuple(array if array.dtype.itemsize > 4 else array.astype(jnp.int32) for array in arrays)
 
 

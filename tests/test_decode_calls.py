@@ -205,3 +205,5 @@ def test_explain_decode() -> None:
         explain_decode(Q, K, V, 1.5)
     with pytest.raises(ValueError, match="implementation"):
         explain_decode(Q, K, V, LENGTHS, implementation="cudnn")
+    with pytest.raises(TypeError, match=r"explain_decode\(\) got an unexpected keyword argument 'foo'"):
+        explain_decode(Q, K, V, LENGTHS, foo=1)

@@ -206,6 +206,17 @@ def test_order_of_tokens() -> None:
     np.testing.assert_array_equal(positions, to_zigzag(jnp.arange(24), 3, axis=0))
     with pytest.raises(ValueError, match=r"2 \* 5 devices long, not 24"):
         to_zigzag(x, 5)
+    np.testing.assert_array_equal(to_zigzag(x.tolist(), 3), to_zigzag(x, 3))
+    for function in (to_zigzag, from_zigzag):
+        for devices in (0, -2, 2.0, True):
+            with pytest.raises(ValueError, match="devices must be an integer, at least 1"):
+                function(x, devices)
+        with pytest.raises(ValueError, match=r"axis must be an axis of array int32\[2, 24\], not 2"):
+            function(x, 3, axis=2)
+    with pytest.raises(ValueError, match=r"axis_name must be an axis .* local_positions"):
+        local_positions(8, "x")
+    with pytest.raises(ValueError, match="local_len must be"):
+        local_positions(2.5, "x")
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {

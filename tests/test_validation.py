@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import pallas_flash
-from pallas_flash import explain, flash_attention, masks, reference_attention
+from pallas_flash import explain, explain_decode, flash_attention, masks, reference_attention
 from pallas_flash.flax import attention_fn, make_attention_fn
 
 Q = jnp.zeros((2, 5, 6, 8))
@@ -175,10 +175,10 @@ def test_a_head_dim_of_zero_needs_a_scale() -> None:
 
 def test_masks_that_do_not_fit_are_refused_by_name() -> None:
     wrong = {
-        "segment_ids": masks.segments(np.zeros((2, 6), np.int32)),
-        "key_value_seq_lengths": masks.lengths(key_value=np.zeros(3, np.int32)),
-        "query_seq_lengths": masks.lengths(np.zeros((2, 2), np.int32)),
-        "prefix": masks.prefix_lm(np.zeros(3, np.int32)),
+        "masks.segments: ids": masks.segments(np.zeros((2, 6), np.int32)),
+        "masks.lengths: key_value": masks.lengths(key_value=np.zeros(3, np.int32)),
+        "masks.lengths: query": masks.lengths(np.zeros((2, 2), np.int32)),
+        "masks.prefix_lm: length": masks.prefix_lm([1, 2, 3]),
     }
     for name, mask in wrong.items():
         with pytest.raises(ValueError, match=name):
@@ -255,6 +255,17 @@ def test_explain_names_every_implementation() -> None:
             assert explanation.chosen == name
     with pytest.raises(ValueError, match="bias"):
         explain(Q, K, V, bias=np.ones((5, 7), bool))
+    with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'causal'"):
+        explain(Q, K, V, causal=True)
+
+
+def test_explain_takes_structs() -> None:
+    q, k, v, lengths = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (Q, K, V, jnp.zeros(2, int)))
+    structs = explain(q, k, v, key_value_seq_lengths=lengths, local_window_size=(3, 0), score_mod=lambda s, *_: s)
+    assert structs == explain(Q, K, V, key_value_seq_lengths=jnp.zeros(2, int), local_window_size=(3, 0))
+    assert explain_decode(q, k, v, lengths).chosen == "xla"
+    with pytest.raises(ValueError, match="key must be"):
+        explain(q, jax.ShapeDtypeStruct((2, 7, 3, 9), jnp.float32), v)
 
 
 def test_public_names() -> None:
