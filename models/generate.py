@@ -13,8 +13,8 @@ from jax.core import Tracer
 
 from models.transformer import Transformer
 from pallas_flash import Cache
+from pallas_flash.checks import require, require_key
 from pallas_flash.spec import array_of
-from pallas_flash.validation import require, require_key
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 

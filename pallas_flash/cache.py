@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import masks
+from pallas_flash.checks import Sizes, checked_array, per_batch, require
 from pallas_flash.decode_validation import QUANTISED, page_table_of, quantisation_scale
 from pallas_flash.rotary import Rotary, apply_rotary, rotated_features
 from pallas_flash.spec import Array, described
-from pallas_flash.validation import DTYPES, Sizes, checked_array, per_batch, require
+from pallas_flash.validation import DTYPES
 
 
 class Cache(NamedTuple):

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import autodiff, dispatch
+from pallas_flash.checks import require
 from pallas_flash.combine import Partial
 from pallas_flash.decode_spec import DecodeImplementation, DecodeOperands, DecodeSpec
 from pallas_flash.decode_validation import DecodeArguments, DecodeCall, canonicalise
 from pallas_flash.spec import Array, called_with, of_structs
-from pallas_flash.validation import require
 
 
 def flash_decode(

@@ -11,8 +11,8 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_flash import masks
+from pallas_flash.checks import checked_array, require, static_number
 from pallas_flash.spec import array_of, described
-from pallas_flash.validation import checked_array, require, static_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from pallas_flash import dropout, elementwise, masks
+from pallas_flash.checks import Sizes, checked_array, per_batch, require, require_key, static_number
 from pallas_flash.masks import Mask
 from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, array_of, described, vary, varying_axes
 
@@ -54,16 +55,6 @@ class Canonical(NamedTuple):
     spec: AttentionSpec
     operands: Operands
     lead: tuple[int, ...]
-
-
-class Sizes(NamedTuple):
-    lead: tuple[int, ...]
-    batch: int
-    q_len: int
-    kv_len: int
-    num_q_heads: int
-    num_kv_heads: int
-    devices: int = 1
 
 
 def canonicalise(arguments: Arguments, devices: int = 1) -> Canonical:
@@ -130,29 +121,6 @@ def _vary_alike(spec: AttentionSpec, operands: Operands) -> Operands:
     return varied._replace(score_mod=operands.score_mod, mask=mask)
 
 
-def require(condition: Any, name: str, got: Any, wanted: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} must be {wanted}, not {described(got)}")
-
-
-def static_number(value: Any) -> float | None:
-    """A Python or NumPy number, infinite where it is too large for a float; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-
-
-def checked_array(name: str, value: Any, kind: Any, wanted: str) -> Array:
-    """`value` as an array of this kind of dtype; never a cast from another kind."""
-    require(not isinstance(value, jax.ShapeDtypeStruct), name, value, wanted)
-    array = array_of(name, value, wanted)
-    require(jnp.issubdtype(array.dtype, kind), name, value, wanted)
-    return jnp.asarray(array)
-
-
 def _tensors(arguments: Arguments) -> tuple[Array, Array, Array, Sizes]:
     q, k, v = (
         checked_array(name, getattr(arguments, name), jnp.floating, "a floating-point array")
@@ -209,12 +177,6 @@ def checked_scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
     array = checked_array("scale", scale, jnp.floating, "a number or a floating-point scalar array")
     require(array.shape == (), "scale", scale, "a scalar")
     return None, array.astype(dtype)
-
-
-def per_batch(name: str, value: Any, sizes: Sizes, low: int, high: int) -> Array:
-    array = masks.integers(name, value)
-    require(array.shape in ((), sizes.lead), name, value, f"a scalar or of shape {list(sizes.lead)}, the batch")
-    return jnp.broadcast_to(masks.clamp(array, low, high), sizes.lead).reshape(sizes.batch)
 
 
 def _query_offset(offset: Any, sizes: Sizes) -> tuple[int | None, Array | None]:
@@ -391,17 +353,6 @@ def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:
     wanted = f"a JAX random key where dropout_rate is {rate}"
     require_key("dropout_key", key, wanted)
     return number, dropout.key_words(key)
-
-
-def require_key(name: str, key: Any, wanted: str) -> None:
-    """One JAX random key, typed or raw."""
-    require(hasattr(key, "dtype") and hasattr(key, "shape"), name, key, wanted)
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    require(key.shape == () if typed else key.dtype == jnp.uint32 and key.ndim == 1, name, key, wanted)
-    try:
-        jax.eval_shape(dropout.key_words, key)
-    except TypeError as error:
-        raise ValueError(f"{name} must be {wanted}, not {described(key)}") from error
 
 
 def _precision(precision: Any) -> Any:

@@ -31,6 +31,7 @@ LAYERS = {
     "pallas_flash.masks": 1,
     "pallas_flash.rotary": 1,
     "pallas_flash.scores": 1,
+    "pallas_flash.checks": 1,
     "pallas_flash.validation": 1,
     "pallas_flash.decode_validation": 1,
     "pallas_flash.tuning": 1,

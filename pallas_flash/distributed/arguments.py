@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_flash.checks import checked_array
 from pallas_flash.masks import Dense, Mask
 from pallas_flash.spec import vary, varying_axes
-from pallas_flash.validation import Arguments, Canonical, canonicalise, checked_array
+from pallas_flash.validation import Arguments, Canonical, canonicalise
 
 NAMES = tuple(field.name for field in dataclasses.fields(Arguments))
 NOT_TAKEN = ("bias", "return_max_logit")

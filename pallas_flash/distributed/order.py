@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_flash.checks import require
 from pallas_flash.distributed.arguments import axis_size
 from pallas_flash.spec import Array, array_of, described
-from pallas_flash.validation import require
 
 NAMES = ("contiguous", "zigzag")
 
