@@ -4,14 +4,19 @@ compiled once for all lengths."""
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from models.transformer import Transformer
 from pallas_flash import Cache
+from pallas_flash.checks import require, require_key
+from pallas_flash.spec import array_of
+
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class Sampling(NamedTuple):
@@ -47,17 +52,20 @@ def generate(
         tokens = generate(model, prompts, lengths, max_new_tokens=32)
         tokens = generate(model, prompts, lengths, max_new_tokens=32, temperature=0.8, top_p=0.95, key=key)
     """
-    prompts, lengths = np.asarray(prompts), np.asarray(prompt_lengths)
-    _check_prompts(prompts, lengths, model.config.vocab_size)
-    _check_sampling(temperature, top_k, top_p, key)
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-    if eos_id is not None and not 0 <= eos_id < model.config.vocab_size:
-        raise ValueError(f"eos_id must be in 0 … {model.config.vocab_size - 1}, not {eos_id}")
-    if temperature == 0:
-        key, sampling = None, Sampling(None, None, None)
+    prompts, lengths = _concrete("prompts", prompts), _concrete("prompt_lengths", prompt_lengths)
+    vocab_size = model.config.vocab_size
+    _check_prompts(prompts, lengths, vocab_size)
+    sampling = _checked_sampling(temperature, top_k, top_p, vocab_size)
+    if sampling.temperature is None:
+        key = None
     else:
-        sampling = Sampling(temperature, top_k, top_p)
+        require_key("key", key, f"one JAX random key to draw tokens at {temperature=}")
+    max_new_tokens = _integer("max_new_tokens", max_new_tokens, "an integer, at least 1")
+    require(max_new_tokens >= 1, "max_new_tokens", max_new_tokens, "an integer, at least 1")
+    if eos_id is not None:
+        wanted = f"None or an integer in 0 … {vocab_size - 1}"
+        eos_id = _integer("eos_id", eos_id, wanted)
+        require(0 <= eos_id < vocab_size, "eos_id", eos_id, wanted)
     prompts, lengths = prompts.astype(np.int32), lengths.astype(np.int32)
     return _generate(model, prompts, lengths, key, sampling, eos_id, max_new_tokens=max_new_tokens)
 
@@ -114,7 +122,8 @@ def sample(logits: jax.Array, key: jax.Array | None, sampling: Sampling) -> jax.
     """Draw one token a row: float32 [B, vocab_size] -> int32 [B]. A key is needed unless the temperature is None."""
     if sampling.temperature is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
+    # The largest becomes 0: at a low temperature several would overflow to infinity, and be alike.
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
     descending = -jnp.sort(-logits, axis=-1)
     if sampling.top_k is not None:
         rank = jnp.arange(logits.shape[-1])
@@ -128,6 +137,26 @@ def sample(logits: jax.Array, key: jax.Array | None, sampling: Sampling) -> jax.
         logits = jnp.where(logits >= smallest_kept, logits, -jnp.inf)
     assert key is not None
     return jax.random.categorical(key, logits).astype(jnp.int32)
+
+
+def _concrete(name: str, value: Any) -> np.ndarray:
+    """As NumPy's array: what is checked are values."""
+    if isinstance(value, Tracer):
+        raise ValueError(f"{name} must not be traced: generate runs outside of jit, and compiles by itself")
+    return np.asarray(array_of(name, value, "integers"))
+
+
+def _integer(name: str, value: Any, wanted: str) -> int:
+    array = _concrete(name, value)
+    require(array.shape == () and np.issubdtype(array.dtype, np.integer), name, value, wanted)
+    return int(array)
+
+
+def _number(name: str, value: Any, wanted: str) -> float:
+    array = _concrete(name, value)
+    real = np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)
+    require(array.shape == () and real, name, value, wanted)
+    return float(array)
 
 
 def _check_prompts(prompts: np.ndarray, lengths: np.ndarray, vocab_size: int) -> None:
@@ -145,14 +174,20 @@ def _check_prompts(prompts: np.ndarray, lengths: np.ndarray, vocab_size: int) ->
         raise ValueError(f"prompts must be in 0 … {vocab_size - 1}, not {real.min()} … {real.max()}")
 
 
-def _check_sampling(temperature: float, top_k: int | None, top_p: float | None, key: jax.Array | None) -> None:
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be finite and at least 0, not {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, not {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
-    if temperature == 0 and not (top_k is None and top_p is None):
+def _checked_sampling(temperature: Any, top_k: Any, top_p: Any, vocab_size: int) -> Sampling:
+    wanted = f"0, or a number from {_SMALLEST:.2g} to {_LARGEST:.2g}"
+    number = _number("temperature", temperature, wanted)
+    require(number == 0 or _SMALLEST <= number <= _LARGEST, "temperature", temperature, wanted)
+    if top_k is not None:
+        k = _integer("top_k", top_k, "None or an integer, at least 1")
+        require(k >= 1, "top_k", top_k, "None or an integer, at least 1")
+        top_k = min(k, vocab_size)
+    if top_p is not None:
+        p = _number("top_p", top_p, "None or a number above 0 and at most 1")
+        require(0 < p <= 1, "top_p", top_p, "None or a number above 0 and at most 1")
+        top_p = p
+    if number > 0:
+        return Sampling(number, top_k, top_p)
+    if not (top_k is None and top_p is None):
         raise ValueError(f"temperature must be above 0 for {top_k=} and {top_p=} to matter")
-    if temperature > 0 and key is None:
-        raise ValueError(f"key must be given to draw tokens at {temperature=}")
+    return Sampling(None, None, None)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_flash import autodiff, dispatch, reference
 from pallas_flash.autodiff import Output
 from pallas_flash.masks import Mask
-from pallas_flash.spec import Array, Implementation
+from pallas_flash.spec import Array, Implementation, called_with, of_structs
 from pallas_flash.validation import Arguments, Canonical, canonicalise
 
 
@@ -123,7 +123,7 @@ def reference_attention(*args: Any, **kwargs: Any) -> Any:
 
 def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> dispatch.Explanation:
     """Which implementation `flash_attention`, called with the same arguments, would use on this machine, and why not
-    the others. Nothing is computed.
+    the others. Nothing is computed, and `jax.ShapeDtypeStruct`s may stand for the arrays.
 
     >>> import jax.numpy as jnp
     >>> from pallas_flash import explain
@@ -131,8 +131,12 @@ def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> dis
     >>> explain(x, x, x, is_causal=True, implementation="reference").chosen
     'reference'
     """
-    call = canonicalise(Arguments(*args, **kwargs))
-    return dispatch.explain(call.spec, call.operands, dispatch.compute_capability(), implementation)
+
+    def table(given: tuple[Any, Any]) -> dispatch.Explanation:
+        call = canonicalise(called_with("explain", Arguments, *given))
+        return dispatch.explain(call.spec, call.operands, dispatch.compute_capability(), implementation)
+
+    return of_structs(table, (args, kwargs))
 
 
 def attend(call: Canonical, implementation: str | None) -> Output:

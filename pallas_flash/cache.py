@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import masks
+from pallas_flash.checks import Sizes, checked_array, per_batch, require
 from pallas_flash.decode_validation import QUANTISED, page_table_of, quantisation_scale
-from pallas_flash.rotary import Rotary, apply_rotary
+from pallas_flash.rotary import Rotary, apply_rotary, rotated_features
 from pallas_flash.spec import Array, described
-from pallas_flash.validation import DTYPES, Sizes, checked_array, per_batch, require
+from pallas_flash.validation import DTYPES
 
 
 class Cache(NamedTuple):
@@ -54,7 +55,8 @@ def append_to_cache(
       rotary: rotate the keys by their positions, which are their rows. The queries are yours to rotate: `apply_rotary`.
 
     A quantised cache with one scale a token gets the new tokens' own (`quantise`). Where it has one for all rows of a
-    sequence or page, that stays, and the new rows are rounded with it and saturate. float8 without scales saturates.
+    sequence or page, that stays, and the new rows are rounded with it and saturate; NaN becomes 0 in int8 then. float8
+    without scales saturates.
 
     Returns:
       the `Cache`, written.
@@ -71,11 +73,10 @@ def append_to_cache(
       >>> cache.value[:, :, 0, 0].sum(axis=1)
       Array([3., 3.], dtype=float32)
     """
-    cache = Cache(*cache)
-    lead = cache.key.shape[:-3] if hasattr(cache.key, "shape") else ()
-    new = _checked(cache, key, value, lead, paged=False)
+    cache = _stored(cache, paged=False)
+    lead = cache.key.shape[:-3]
+    new = _new(cache, key, value, lead, rotary)
     sizes = _sizes(new.key, lead, cache.key.shape[-3])
-    _check_rotary(rotary)
     position, real = _positions(sizes, kv_lengths, query_lengths)
     nowhere = sizes.kv_len + jnp.arange(sizes.q_len)
     flat = Cache(*(None if x is None else x.reshape(sizes.batch, *x.shape[len(lead) :]) for x in cache))
@@ -115,13 +116,13 @@ def append_to_pages(
       >>> pages.key[8, 0, 0, 0], pages.key[7, 4, 0, 0]
       (Array(1., dtype=float32), Array(1., dtype=float32))
     """
-    pages = Cache(*pages)
-    lead = key.shape[:-3] if hasattr(key, "shape") else ()
-    new = _checked(pages, key, value, lead, paged=True)
+    pages = _stored(pages, paged=True)
+    key = checked_array("key", key, np.floating, "a floating-point array")
+    lead = key.shape[:-3]
+    new = _new(pages, key, value, lead, rotary)
     table = page_table_of(page_table, lead, "key")
     num_pages, page_size = pages.key.shape[:2]
     sizes = _sizes(new.key, lead, page_size * table.shape[1])
-    _check_rotary(rotary)
     position, real = _positions(sizes, kv_lengths, query_lengths)
     if sizes.kv_len == 0 or num_pages == 0:
         return pages
@@ -137,8 +138,9 @@ def quantise(x: Array, dtype: Any = jnp.int8, *, scale: Array | None = None) -> 
     """Round x [..., H] to int8 or float8_e4m3fn with one factor for each vector: values [..., H], scale float32 [...].
 
     x is about values * scale[..., None]: to 1/254 of the vector's largest entry in int8, to 1/16 of each entry in
-    float8. With a `scale` of yours, float32 broadcastable to [...], what is too large for it saturates. A vector with
-    NaN or Inf stays one: its scale is no number.
+    float8. With a `scale` of yours, float32 broadcastable to [...], what is too large for it saturates, Inf too; NaN
+    stays NaN in float8 and becomes 0 in int8, which has none. Without it, a vector with NaN or Inf stays one: its scale
+    is NaN or Inf. float64 is rounded to float32 before: what is beyond that counts as Inf.
 
     Raises ValueError for another dtype, or a scale that does not fit.
 
@@ -150,8 +152,12 @@ def quantise(x: Array, dtype: Any = jnp.int8, *, scale: Array | None = None) -> 
     """
     x = checked_array("x", x, np.floating, "a floating-point array")
     require(x.ndim >= 1, "x", x, "of shape [..., H]")
+    try:
+        name = None if dtype is None else np.dtype(dtype).name
+    except TypeError:
+        name = None
+    require(name in QUANTISED, "dtype", dtype, " or ".join(QUANTISED))
     dtype = np.dtype(dtype)
-    require(dtype.name in QUANTISED, "dtype", dtype, " or ".join(QUANTISED))
     largest = 127.0 if dtype == np.int8 else float(jnp.finfo(dtype).max)
     exact = x.astype(jnp.float32)
     if scale is None:
@@ -182,21 +188,25 @@ class _Places(NamedTuple):
     page: Array | None = None
 
 
-def _checked(cache: Cache, key: Any, value: Any, lead: tuple[int, ...], *, paged: bool) -> _New:
-    """The fields of the cache, and the new tokens beside it."""
+def _stored(cache: Any, *, paged: bool) -> Cache:
+    """The fields of a cache as arrays."""
+    argument, rows = ("pages", "[P, page_size, K, ") if paged else ("cache", "[*B, S, K, ")
+    wanted = "a Cache or a tuple of its fields (key, value, k_scale, v_scale), the scales None or left out"
+    require(isinstance(cache, tuple | list) and 2 <= len(cache) <= 4, argument, cache, wanted)
     dtypes = (*DTYPES, *QUANTISED)
-    k, v = (
-        checked_array(f"cache.{n}", x, np.number, "an array") for n, x in zip(("key", "value"), cache, strict=False)
-    )
-    rows = "[P, page_size, K, " if paged else "[*B, S, K, "
+    fields = Cache(*cache)
+    k, v = (checked_array(f"{argument}.{n}", getattr(fields, n), np.number, "an array") for n in ("key", "value"))
     fits = (k.ndim == 4 if paged else k.ndim >= 3) and k.dtype.name in dtypes
-    require(fits, "cache.key", k, f"{rows}H], one of {', '.join(dtypes)}")
+    require(fits, f"{argument}.key", k, f"{rows}H], one of {', '.join(dtypes)}")
     fits = v.ndim == k.ndim and v.shape[:-1] == k.shape[:-1] and v.dtype == k.dtype
-    require(fits, "cache.value", v, f"{rows}Hv] for cache.key {described(k)}")
-    quantisation_scale("cache.k_scale", cache.k_scale, k)
-    quantisation_scale("cache.v_scale", cache.v_scale, v)
+    require(fits, f"{argument}.value", v, f"{rows}Hv] for {argument}.key {described(k)}")
+    k_scale = quantisation_scale(f"{argument}.k_scale", fields.k_scale, k)
+    return Cache(k, v, k_scale, quantisation_scale(f"{argument}.v_scale", fields.v_scale, v))
+
+
+def _new(cache: Cache, key: Any, value: Any, lead: tuple[int, ...], rotary: Any) -> _New:
     new = []
-    for name, array, x in (("key", key, k), ("value", value, v)):
+    for name, array, x in (("key", key, cache.key), ("value", value, cache.value)):
         array = checked_array(name, array, np.floating, "a floating-point array")
         if x.dtype.name in QUANTISED:
             require(array.dtype.name in DTYPES, name, array, f"one of {', '.join(DTYPES)}")
@@ -205,12 +215,10 @@ def _checked(cache: Cache, key: Any, value: Any, lead: tuple[int, ...], *, paged
         fits = array.ndim == len(lead) + 3 and array.shape[:-3] == lead and array.shape[-2:] == x.shape[-2:]
         require(fits, name, array, f"of shape {[*lead, 'T', *x.shape[-2:]]} beside the cache's {described(x)}")
         new.append(array.reshape(math.prod(lead), *array.shape[-3:]))
-    require(new[1].shape[1] == new[0].shape[1], "value", value, f"as many tokens as key {described(key)}")
+    require(new[1].shape[1] == new[0].shape[1], "value", new[1], f"as many tokens as key {described(new[0])}")
+    if rotary is not None:
+        rotated_features("key", new[0], rotary)
     return _New(*new)
-
-
-def _check_rotary(rotary: Any) -> None:
-    require(rotary is None or isinstance(rotary, Rotary), "rotary", rotary, "None or a pallas_flash.Rotary")
 
 
 def _sizes(key: Array, lead: tuple[int, ...], capacity: int) -> Sizes:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_flash.spec import array_of, described
+
 
 class Partial(NamedTuple):
     """Attention over some of the keys. A row with no key has lse -inf, and nobody reads its out."""
@@ -63,16 +65,26 @@ def _exp(lse: jax.Array, shift: jax.Array) -> jax.Array:
 
 def _checked(partials: Iterable[Partial | tuple[Any, Any]]) -> list[Partial]:
     """The pairs as arrays, each lse in at least float32."""
-    pairs = [Partial(*map(jnp.asarray, pair)) for pair in partials]
-    if not pairs:
-        raise ValueError("partials must hold at least one pair (out, lse)")
+    wanted = "pairs (out [..., Hv], lse [...]), at least one, in a list or another iterable"
+    is_one = isinstance(partials, Partial | str) or hasattr(partials, "shape")
+    given = [] if is_one or not isinstance(partials, Iterable) else list(partials)
+    if not given:
+        raise ValueError(f"partials must be {wanted}, not {described(partials)}")
+    pairs = []
+    for i, pair in enumerate(given):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"partials must be {wanted}: partials[{i}] is {described(pair)}")
+        named = zip(("out", "lse"), pair, strict=True)
+        pairs.append(Partial(*(array_of(f"partials[{i}]: {n}", x, "an array") for n, x in named)))
     shape = pairs[0].out.shape
     for i, (out, lse) in enumerate(pairs):
         for name, array, wanted in (("out", out, shape), ("lse", lse, shape[:-1])):
-            if not shape or array.shape != wanted or not jnp.issubdtype(array.dtype, jnp.floating):
+            floating = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize > 1
+            if not shape or array.shape != wanted or not floating:
                 raise ValueError(
-                    f"partials[{i}]: {name} must be floating, as in the first pair out {list(shape)} and lse "
-                    f"{list(shape[:-1])}, not {array.dtype}{list(array.shape)}"
+                    f"partials[{i}]: {name} must be floating with 16 bits or more, as in the first pair out "
+                    f"{list(shape)} and lse {list(shape[:-1])}, not {array.dtype}{list(array.shape)}"
                 )
+    pairs = [Partial(*map(jnp.asarray, pair)) for pair in pairs]
     dtype = jnp.result_type(jnp.float32, *(pair.lse for pair in pairs))
     return [Partial(out, lse.astype(dtype)) for out, lse in pairs]

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import autodiff, dispatch
+from pallas_flash.checks import require
 from pallas_flash.combine import Partial
 from pallas_flash.decode_spec import DecodeImplementation, DecodeOperands, DecodeSpec
 from pallas_flash.decode_validation import DecodeArguments, DecodeCall, canonicalise
-from pallas_flash.spec import Array
-from pallas_flash.validation import require
+from pallas_flash.spec import Array, called_with, of_structs
 
 
 def flash_decode(
@@ -139,7 +139,8 @@ def explain_decode(
     query: Array, key: Array, value: Array, kv_lengths: Array, *, implementation: str | None = None, **options: Any
 ) -> dispatch.Explanation:
     """Which implementation `flash_decode` (with page_table=: `paged_flash_decode`), called with the same arguments,
-    would use on this machine, and why not the others. Nothing is computed.
+    would use on this machine, and why not the others. Nothing is computed, and `jax.ShapeDtypeStruct`s may stand for
+    the arrays.
 
     >>> import jax.numpy as jnp
     >>> from pallas_flash import explain_decode
@@ -147,9 +148,13 @@ def explain_decode(
     >>> explain_decode(x, x, x, kv_lengths=4, implementation="xla").chosen
     'xla'
     """
-    call = canonicalise(DecodeArguments(query, key, value, kv_lengths, **options))
-    capability = dispatch.compute_capability()
-    return dispatch.explain(call.spec, call.operands, capability, implementation, dispatch.DECODE_TABLE)
+
+    def table(given: tuple[Any, Any]) -> dispatch.Explanation:
+        call = canonicalise(called_with("explain_decode", DecodeArguments, *given))
+        capability = dispatch.compute_capability()
+        return dispatch.explain(call.spec, call.operands, capability, implementation, dispatch.DECODE_TABLE)
+
+    return of_structs(table, ((query, key, value, kv_lengths), options))
 
 
 def _compute(arguments: DecodeArguments, implementation: str | None) -> Any:

@@ -11,17 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import masks
+from pallas_flash.checks import Sizes, checked_array, per_batch, require
 from pallas_flash.decode_spec import DecodeOperands, DecodeSpec
 from pallas_flash.spec import Array, accumulator_dtype, described, vary, varying_axes
 from pallas_flash.validation import (
     DTYPES,
-    Sizes,
-    checked_array,
     checked_scale,
     checked_sinks,
     checked_soft_cap,
-    per_batch,
-    require,
     require_groups,
     traced_score_mod,
     window_sides,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,10 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportP
 from pallas_flash.spec import Array, vary, varying_axes
 
 # Operations whose printed form does not determine what they do: two of them are equal only if the functions are.
-_OPAQUE = ("custom_jvp_call", "custom_vjp_call", "callback", "ffi_call", "pallas_call")
+_OPAQUE = ("callback", "ffi_call", "pallas_call")
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")  # nor does that of these, which leaves out their rules
+# The parameters of such an operation that hold its rules, and what JAX alone wraps around the user's function.
+_RULES = {"jvp_jaxpr_fun": "_flatten_jvp", "fwd_jaxpr_thunk": "_flatten_fwd", "bwd": "_flatten_bwd"}
 
 
 PLACE = {"batch": np.int32, "head": np.int32, "q_pos": np.int32, "kv_pos": np.int32}  # arguments that say where
@@ -29,9 +32,12 @@ class Elementwise:
         self._axes = axes  # the mesh axes that the arguments must vary over, as they did when it was traced
         self._mesh = jax.sharding.get_abstract_mesh()  # that it was traced under, and can be run under
         program = str(jaxpr)
-        opaque = any(name in program for name in _OPAQUE)
-        self._key = (program, tuple(_inner_constants(jaxpr)), axes, id(function) if opaque else None)
-        self._function = function if opaque else None  # kept, so that its id stays its own
+        rules = [_rule(*rule) for rule in _rules(jaxpr)]
+        opaque = any(name in program for name in _OPAQUE) or None in rules
+        kept = [function] if opaque else [rule.function for rule in rules if rule is not None]
+        trees = tuple(rule.trees for rule in rules if rule is not None)
+        self._key = (program, tuple(_inner_constants(jaxpr)), axes, tuple(map(id, kept)), trees)
+        self._kept = kept  # so that their ids stay their own
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -76,14 +82,50 @@ def _evaluate(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def _equations(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Every equation, those of nested programs too, with the programs nested in it."""
+    for equation in jaxpr.eqns:
+        leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+        nested = [leaf for leaf in leaves if hasattr(leaf, "eqns")]
+        yield equation, nested
+        for inner in nested:
+            yield from _equations(inner)
+
+
 def _inner_constants(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...], bytes]]:
     """The arrays inside nested programs (an inner jit's captures), which their printed form leaves out."""
-    for equation in jaxpr.eqns:
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(inner, "eqns"):
-                for constant in map(np.asarray, getattr(inner, "consts", ())):
-                    yield str(constant.dtype), constant.shape, constant.tobytes()
-                yield from _inner_constants(inner)
+    for _, nested in _equations(jaxpr):
+        for constant in map(np.asarray, (const for inner in nested for const in getattr(inner, "consts", ()))):
+            yield str(constant.dtype), constant.shape, constant.tobytes()
+
+
+class _Rule(NamedTuple):
+    """A derivative that a user defined, and the structures of the arguments that it is called with."""
+
+    function: Callable[..., Any]
+    trees: tuple[Any, ...]
+
+
+def _rules(jaxpr: Any) -> Iterator[tuple[str, Any]]:
+    """Parameters with the derivatives of functions that have their own."""
+    for equation, _ in _equations(jaxpr):
+        if equation.primitive.name in _CUSTOM:
+            yield from ((name, value) for name, value in equation.params.items() if name in _RULES)
+
+
+def _rule(name: str, wrapped: Any) -> _Rule | None:
+    """What JAX wrapped, which is one object in every trace of the same function. None if something else is bound to it
+    (static arguments), or if it is not where JAX keeps it: the caller then goes by the whole function."""
+    try:
+        if name != "bwd":  # a memoised function that traces the rule
+            trace_rule = inspect.getclosurevars(wrapped.f).nonlocals["fn"]
+            wrapped = inspect.getclosurevars(trace_rule).nonlocals["jvp" if name == "jvp_jaxpr_fun" else "fwd"]
+        ((flatten, bound),) = wrapped.transforms
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    if getattr(flatten, "__name__", None) != _RULES[name] or wrapped.params:
+        return None
+    return _Rule(wrapped.f, tuple(x for x in bound if isinstance(x, jax.tree_util.PyTreeDef)))
 
 
 def trace(

@@ -16,18 +16,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 try:
     from flax.nnx.nn.dtypes import promote_dtype as default_promote_dtype
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError('pallas_flash.flax needs Flax: pip install "pallas-flash[flax]"') from error
+    raise ModuleNotFoundError('pallas_flash.flax needs Flax: from a checkout: pip install ".[flax]"') from error
 
-from pallas_flash.api import flash_attention
+from pallas_flash.api import explain, flash_attention
 from pallas_flash.masks import Mask
+from pallas_flash.spec import array_of
 
 # Arguments of flash_attention that a module sets itself or that would change what it gets back.
 _SET_BY_MODULE = ("query", "key", "value", "bias", "mask", "is_causal", "dropout_rate", "dropout_key", "precision")
 _CHANGE_RESULT = ("return_residual", "return_max_logit")
+# Options that can be checked before there is a query.
+_OF_ANY_SHAPE = ("scale", "local_window_size", "logits_soft_cap", "deterministic", "implementation")
 
 
 # The parameters are spelled out because Linen looks at the signature and drops, without a word, what is not in it.
@@ -86,7 +90,7 @@ def attention_fn(
     elif dropout_rng is None:
         raise ValueError(f"dropout_rng must be given for {dropout_rate=} unless deterministic=True")
     if mask is not None and not isinstance(mask, Mask):
-        mask = mask.astype(bool)
+        mask = array_of("mask", mask, "a bool array or a pallas_flash.masks.Mask").astype(bool)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     return flash_attention(
         query,
@@ -107,7 +111,8 @@ def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
     `logits_soft_cap`, `scale`, `segment_ids` or `sinks`.
 
     Here `deterministic` is that of `flash_attention` (gradients that are equal to the bit).
-    Raises ValueError for names that it does not have, that the module sets itself, or that would change the result.
+    Raises ValueError for names that it does not have, that the module sets itself, or that would change the result, and
+    for values that are wrong in every call.
 
         layer = nnx.MultiHeadAttention(8, 512, attention_fn=make_attention_fn(implementation="xla"), rngs=nnx.Rngs(0))
     """
@@ -118,6 +123,8 @@ def make_attention_fn(**options: Any) -> Callable[..., jax.Array]:
             raise ValueError(f"{name} is set by the Flax module, so it must not be an option of its attention_fn")
         if name in _CHANGE_RESULT:
             raise ValueError(f"{name} must not be an option: a Flax module takes the attention's output alone")
+    x = jax.ShapeDtypeStruct((1, 1, 1), np.float32)
+    explain(x, x, x, **{name: value for name, value in options.items() if name in _OF_ANY_SHAPE})
     return functools.partial(attention_fn, options=options)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from pallas_flash import elementwise
 from pallas_flash.elementwise import Elementwise
-from pallas_flash.spec import Array, Index, described
+from pallas_flash.spec import Array, Index, array_of, described
 
 FAR = 2**29  # beyond every position, and still an int32 after adding two of them
 
@@ -252,10 +252,10 @@ def _mask(part: Part, *arrays: Any) -> Mask:
 
 def integers(name: str, value: Any) -> Any:
     """`value` as an array (NumPy's stay NumPy's); ValueError unless it holds integers."""
-    array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
+    array = array_of(name, value, "of an integer dtype")
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be of an integer dtype, not {described(value)}")
-    return array
+    return array.astype(np.int32) if jnp.iinfo(array.dtype).bits < 8 else array  # NumPy computes on no int4
 
 
 def clamp(array: Any, low: int, high: int) -> Array:
@@ -281,7 +281,7 @@ def sliding_window(left: int | None = None, right: int | None = None) -> Mask:
     for name, side in (("left", left), ("right", right)):
         if side is not None and (isinstance(side, bool) or not isinstance(side, int | np.integer) or side < -1):
             raise ValueError(
-                f"sliding_window: {name} must be an integer >= 0, or None or -1 for no bound, not {side!r}"
+                f"masks.sliding_window: {name} must be an integer >= 0, or None or -1 for no bound, not {side!r}"
             )
         sides.append(None if side is None or side == -1 else min(int(side), FAR // 2))
     return everything() if sides == [None, None] else _mask(Band(*sides))
@@ -290,29 +290,29 @@ def sliding_window(left: int | None = None, right: int | None = None) -> Mask:
 def chunked(size: int) -> Mask:
     """Query and key lie in the same chunk of `size` positions, as in Llama 4's local layers (there with causal)."""
     if isinstance(size, bool) or not isinstance(size, int | np.integer) or not 1 <= size < FAR:
-        raise ValueError(f"chunked: size must be an integer in [1, {FAR}), not {size!r}")
+        raise ValueError(f"masks.chunked: size must be an integer in [1, {FAR}), not {size!r}")
     return _mask(Chunked(int(size)))
 
 
 def prefix_lm(length: Any) -> Mask:
     """Causal, and every query also sees the first `length` keys. length: int or int [*B]."""
-    return _mask(PrefixLM(), integers("prefix_lm: length", length))
+    return _mask(PrefixLM(), integers("masks.prefix_lm: length", length))
 
 
 def lengths(query: Any = None, key_value: Any = None) -> Mask:
     """Only the first `query` rows attend and only the first `key_value` keys are attended: int or int [*B] each."""
     mask = everything()
     if query is not None:
-        mask &= _mask(QueryLengths(), integers("lengths: query", query))
+        mask &= _mask(QueryLengths(), integers("masks.lengths: query", query))
     if key_value is not None:
-        mask &= _mask(KeyValueLengths(), integers("lengths: key_value", key_value))
+        mask &= _mask(KeyValueLengths(), integers("masks.lengths: key_value", key_value))
     return mask
 
 
 def segments(query: Any, key_value: Any = None) -> Mask:
     """Equal ids may attend to each other. query: int [*B, T]; key_value: int [*B, S], by default the same ids."""
-    q_ids = integers("segments: query", query)
-    kv_ids = q_ids if key_value is None else integers("segments: key_value", key_value)
+    q_ids = integers("masks.segments: query", query)
+    kv_ids = q_ids if key_value is None else integers("masks.segments: key_value", key_value)
     return _mask(Segments(), q_ids, kv_ids)
 
 

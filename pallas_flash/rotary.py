@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from pallas_flash import masks
+from pallas_flash.checks import checked_array, require, static_number
+from pallas_flash.spec import array_of, described
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +34,42 @@ class Rotary:
     frequencies: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.base) and self.base > 0):
-            raise ValueError(f"base must be finite and above 0, not {self.base}")
-        if self.dim is not None and (self.dim < 2 or self.dim % 2):
-            raise ValueError(f"dim must be even and at least 2, not {self.dim}")
-        if self.frequencies is not None and self.dim not in (None, 2 * len(self.frequencies)):
-            raise ValueError(f"frequencies must be dim / 2 = {self.dim} / 2 numbers, not {len(self.frequencies)}")
+        base = static_number(self.base)
+        if base is None or not 0 < base <= float(np.finfo(np.float32).max):
+            raise ValueError(f"base must be a number, finite in float32 and above 0, not {described(self.base)}")
+        require(isinstance(self.interleaved, bool), "interleaved", self.interleaved, "a bool")
+        if self.dim is not None:
+            is_int = isinstance(self.dim, int | np.integer) and not isinstance(self.dim, bool)
+            require(is_int and self.dim >= 2 and self.dim % 2 == 0, "dim", self.dim, "an even integer, at least 2")
+        if self.frequencies is None:
+            return
+        wanted = "None or dim / 2 finite numbers"
+        angles = array_of("frequencies", self.frequencies, wanted)
+        fits = not isinstance(angles, Tracer) and angles.ndim == 1 and np.issubdtype(angles.dtype, np.number)
+        require(fits and bool(np.isfinite(angles).all()), "frequencies", self.frequencies, wanted)
+        object.__setattr__(self, "frequencies", tuple(map(float, angles)))  # hashable, whatever came
+        if self.dim not in (None, 2 * angles.size):
+            raise ValueError(f"frequencies must be dim / 2 = {self.dim} / 2 numbers, not {angles.size}")
+
+
+def rotated_features(name: str, x: jax.Array, rotary: Any) -> int:
+    """How many features of x rotate. Raises ValueError, under the array's `name`, for a head that is too small."""
+    require(rotary is None or isinstance(rotary, Rotary), "rotary", rotary, "None or a pallas_flash.Rotary")
+    rotary = rotary or Rotary()
+    dim = rotary.dim or (x.shape[-1] if rotary.frequencies is None else 2 * len(rotary.frequencies))
+    if dim > x.shape[-1] or dim % 2:
+        raise ValueError(
+            f"{name} must have heads of at least {dim} features, an even number of which rotate, not {x.shape[-1]}"
+        )
+    return dim
 
 
 def apply_rotary(x: jax.Array, positions: jax.Array, rotary: Rotary | None = None) -> jax.Array:
     """Rotate x [*B, T, N, H] as its positions, int [T] or [*B, T], say, by `Rotary()` unless told otherwise. The scores
     of rotated queries and keys depend on the distances of their positions alone.
 
-    Raises ValueError if x or positions do not have these shapes, or a head is too small for the rule.
+    Raises ValueError if x is not floating, positions are not integers, their shapes are others, or a head is too small
+    for the rule.
 
     >>> import jax.numpy as jnp
     >>> from pallas_flash import Rotary, apply_rotary
@@ -51,16 +80,14 @@ def apply_rotary(x: jax.Array, positions: jax.Array, rotary: Rotary | None = Non
 
     Source: Su et al. 2021 (RoFormer), section 3.4.
     """
-    rotary = rotary or Rotary()
+    x = checked_array("x", x, np.floating, "a floating-point array")
+    positions = jnp.asarray(masks.integers("positions", positions))
     if x.ndim < 3 or positions.shape not in ((x.shape[-3],), x.shape[:-2]):
         raise ValueError(
             f"positions must be [T] or [*B, T] for x [*B, T, N, H], not {list(positions.shape)} for {list(x.shape)}"
         )
-    dim = rotary.dim or (x.shape[-1] if rotary.frequencies is None else 2 * len(rotary.frequencies))
-    if dim > x.shape[-1] or dim % 2:
-        raise ValueError(
-            f"x must have heads of at least {dim} features, an even number of which rotate, not {x.shape[-1]}"
-        )
+    dim = rotated_features("x", x, rotary)
+    rotary = rotary or Rotary()
     half = dim // 2
     if rotary.frequencies is None:
         frequencies = rotary.base ** (-jnp.arange(half, dtype=jnp.float32) / half)

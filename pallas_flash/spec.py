@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -148,6 +149,40 @@ def described(value: Any) -> str:
     if isinstance(value, tuple) and len(value) <= 3:
         return f"({', '.join(map(described, value))}{',' if len(value) == 1 else ''})"
     return reprlib.repr(value)
+
+
+def array_of(name: str, value: Any, wanted: str) -> Any:
+    """What came as an array, or NumPy's of numbers and lists of them; ValueError for what is neither."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return value
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError) as error:  # rows of different lengths, or lists of tracers
+        raise ValueError(f"{name} must be {wanted}, not {described(value)}: {error}") from error
+
+
+def called_with(function: str, kind: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The dataclass of a call's arguments; Python's TypeError for wrong names speaks of the function."""
+    try:
+        return kind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(str(error).replace(f"{kind.__name__}.__init__()", f"{function}()")) from None
+
+
+def of_structs(function: Callable[[Any], Any], arguments: Any) -> Any:
+    """function(arguments), in which a `jax.ShapeDtypeStruct` stands for an array: nothing is computed then."""
+    leaves, tree = jax.tree.flatten(arguments)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if not places:
+        return function(arguments)
+    results = []
+
+    def look(*tracers: Array) -> None:
+        given = dict(zip(places, tracers, strict=True))
+        results.append(function(jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)])))
+
+    jax.eval_shape(look, *(leaves[i] for i in places))
+    return results[0]
 
 
 def varying_axes(arrays: Any) -> tuple[str, ...]:

@@ -15,10 +15,10 @@ from jax import lax
 from jax.core import Tracer
 
 from pallas_flash import dropout, elementwise, masks
+from pallas_flash.checks import Sizes, checked_array, per_batch, require, require_key, static_number
 from pallas_flash.masks import Mask
-from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, described, vary, varying_axes
+from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype, array_of, described, vary, varying_axes
 
-MAX_FLOAT = float(np.finfo(np.float32).max)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -55,16 +55,6 @@ class Canonical(NamedTuple):
     spec: AttentionSpec
     operands: Operands
     lead: tuple[int, ...]
-
-
-class Sizes(NamedTuple):
-    lead: tuple[int, ...]
-    batch: int
-    q_len: int
-    kv_len: int
-    num_q_heads: int
-    num_kv_heads: int
-    devices: int = 1
 
 
 def canonicalise(arguments: Arguments, devices: int = 1) -> Canonical:
@@ -131,26 +121,6 @@ def _vary_alike(spec: AttentionSpec, operands: Operands) -> Operands:
     return varied._replace(score_mod=operands.score_mod, mask=mask)
 
 
-def require(condition: Any, name: str, got: Any, wanted: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} must be {wanted}, not {described(got)}")
-
-
-def _is_static_number(value: Any) -> bool:
-    """Whether it is a Python or NumPy number that float32 can hold."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        return False
-    return not abs(value) > MAX_FLOAT or abs(value) == math.inf  # NaN and infinity are refused with a better reason
-
-
-def checked_array(name: str, value: Any, kind: Any, wanted: str) -> Array:
-    """`value` as an array of this kind of dtype; never a cast from another kind."""
-    require(not isinstance(value, jax.ShapeDtypeStruct), name, value, wanted)
-    array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
-    require(jnp.issubdtype(array.dtype, kind), name, value, wanted)
-    return jnp.asarray(array)
-
-
 def _tensors(arguments: Arguments) -> tuple[Array, Array, Array, Sizes]:
     q, k, v = (
         checked_array(name, getattr(arguments, name), jnp.floating, "a floating-point array")
@@ -199,18 +169,14 @@ def checked_scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
     if scale is None:
         require(q.shape[-1] > 0, "scale", scale, "given where head_dim is 0")
         return 1 / math.sqrt(q.shape[-1]), None
-    if _is_static_number(scale):
-        require(math.isfinite(scale), "scale", scale, "finite")
-        return float(scale), None
+    dtype = accumulator_dtype(q.dtype)
+    number = static_number(scale)
+    if number is not None:
+        require(abs(number) <= float(np.finfo(dtype).max), "scale", scale, f"finite in {dtype}")
+        return number, None
     array = checked_array("scale", scale, jnp.floating, "a number or a floating-point scalar array")
     require(array.shape == (), "scale", scale, "a scalar")
-    return None, array.astype(accumulator_dtype(q.dtype))
-
-
-def per_batch(name: str, value: Any, sizes: Sizes, low: int, high: int) -> Array:
-    array = masks.integers(name, value)
-    require(array.shape in ((), sizes.lead), name, value, f"a scalar or of shape {list(sizes.lead)}, the batch")
-    return jnp.broadcast_to(masks.clamp(array, low, high), sizes.lead).reshape(sizes.batch)
+    return None, array.astype(dtype)
 
 
 def _query_offset(offset: Any, sizes: Sizes) -> tuple[int | None, Array | None]:
@@ -239,33 +205,46 @@ def _mask(arguments: Arguments, sizes: Sizes) -> tuple[tuple[masks.Part, ...], t
     if arguments.key_value_seq_lengths is not None:
         whole &= Mask((masks.KeyValueLengths(),), ((arguments.key_value_seq_lengths,),))
     if arguments.segment_ids is not None:
-        whole &= Mask((masks.Segments(),), (_segment_ids(arguments.segment_ids),))
+        whole &= Mask((masks.Segments(),), (_segment_ids(arguments.segment_ids, sizes),))
 
     bands = [part for part in whole.parts if isinstance(part, masks.Band)]
-    others = [(p, a) for p, a in zip(whole.parts, whole.arrays, strict=True) if not isinstance(p, masks.Band)]
+    named = [_MASK_NAMES] * (len(arguments.mask.parts) if isinstance(arguments.mask, Mask) else 0)
+    named += [_NAMES] * (len(whole.parts) - len(named))
+    everything = zip(whole.parts, whole.arrays, named, strict=True)
+    others = [(part, *rest) for part, *rest in everything if not isinstance(part, masks.Band)]
     narrowest = lambda sides: min((side for side in sides if side is not None), default=None)  # noqa: E731
     parts: list[masks.Part] = (
         [masks.Band(narrowest(b.left for b in bands), narrowest(b.right for b in bands))] if bands else []
     )
     arrays: list[masks.Arrays] = [() for _ in parts]
-    for part, part_arrays in others:
+    for part, part_arrays, names in others:
         parts.append(part)
-        arrays.append(_part_arrays(part, part_arrays, sizes))
+        arrays.append(_part_arrays(part, part_arrays, names, sizes))
     return tuple(parts), tuple(arrays)
 
 
-def _part_arrays(part: masks.Part, arrays: masks.Arrays, sizes: Sizes) -> masks.Arrays:
-    names = {
-        masks.QueryLengths: "query_seq_lengths",
-        masks.KeyValueLengths: "key_value_seq_lengths",
-        masks.PrefixLM: "prefix",
-    }
+# What the arrays of a part are called where they came as arguments, and where they came in a mask.
+_NAMES: dict[type[masks.Part], str] = {
+    masks.QueryLengths: "query_seq_lengths",
+    masks.KeyValueLengths: "key_value_seq_lengths",
+    masks.Segments: "segment_ids",
+}
+_MASK_NAMES: dict[type[masks.Part], str] = {
+    masks.QueryLengths: "masks.lengths: query",
+    masks.KeyValueLengths: "masks.lengths: key_value",
+    masks.PrefixLM: "masks.prefix_lm: length",
+    masks.Segments: "masks.segments: ids",
+}
+
+
+def _part_arrays(
+    part: masks.Part, arrays: masks.Arrays, names: dict[type[masks.Part], str], sizes: Sizes
+) -> masks.Arrays:
     if part.uses_batch:
         limit = sizes.q_len if isinstance(part, masks.QueryLengths) else sizes.kv_len
         return (per_batch(names[type(part)], arrays[0], sizes, 0, limit * sizes.devices),)
     if isinstance(part, masks.Segments):
-        sides = zip(("query", "key_value"), arrays, (sizes.q_len, sizes.kv_len), strict=True)
-        return tuple(_ids(f"segment_ids ({side})", ids, length, sizes) for side, ids, length in sides)
+        return _both_ids(names[masks.Segments], arrays, sizes)
     return arrays
 
 
@@ -280,22 +259,37 @@ def window_sides(window: Any) -> tuple[int | None, int | None]:
     return sides[0], sides[1]
 
 
-def _segment_ids(segment_ids: Any) -> tuple[Any, Any]:
+def _segment_ids(segment_ids: Any, sizes: Sizes) -> tuple[Any, Any]:
+    """A list is a pair if what it holds has the rank of ids; else it is the ids themselves."""
+    rank = lambda x: array_of("segment_ids", x, "ids or a pair (query ids, key ids)").ndim  # noqa: E731
+    if isinstance(segment_ids, list) and not any(rank(x) > len(sizes.lead) for x in segment_ids):
+        return segment_ids, segment_ids
     if isinstance(segment_ids, tuple | list):
         require(len(segment_ids) == 2, "segment_ids", segment_ids, "ids or a pair (query ids, key ids)")
         return tuple(segment_ids)
     return segment_ids, segment_ids
 
 
+def _both_ids(name: str, ids: masks.Arrays, sizes: Sizes) -> masks.Arrays:
+    """Of queries and of keys; 64-bit ids stay what they are. Unsigned ids keep their bits, which are those of other
+    numbers where they are signed."""
+    lengths = {"query": sizes.q_len, "key_value": sizes.kv_len}
+    arrays = [_ids(f"{name} ({side})", x, lengths[side], sizes) for side, x in zip(lengths, ids, strict=True)]
+    dtypes = [array.dtype.name for array in arrays]
+    if dtypes[0] != dtypes[1] and {*dtypes} & {"uint32", "uint64"}:
+        raise ValueError(f"{name} must be of one dtype where one of them is unsigned, not {' and '.join(dtypes)}")
+    return tuple(array if array.dtype.itemsize > 4 else array.astype(jnp.int32) for array in arrays)
+
+
 def _ids(name: str, ids: Any, length: int, sizes: Sizes) -> Array:
     array = masks.integers(name, ids)
     require(array.shape == (*sizes.lead, length), name, ids, f"of shape {[*sizes.lead, length]}")
-    if isinstance(array, np.ndarray) and array.size and not jax.config.jax_enable_x64:
+    if isinstance(array, np.ndarray) and array.size:
         limits = np.iinfo(np.int32)
         fits = limits.min <= array.min() and array.max() <= limits.max
-        require(fits, name, array, "within int32 (64-bit ids need jax_enable_x64)")
-    array = jnp.asarray(array).reshape(sizes.batch, length)
-    return array if array.dtype.itemsize > 4 else array.astype(jnp.int32)  # 64-bit ids stay what they are
+        require(fits or jax.config.jax_enable_x64, name, array, "within int32 (64-bit ids need jax_enable_x64)")
+        array = array.astype(np.int32) if fits else array
+    return jnp.asarray(array).reshape(sizes.batch, length)
 
 
 def _as_scores(name: str, array: Array, sizes: Sizes) -> Array:
@@ -334,10 +328,12 @@ def checked_sinks(sinks: Any, sizes: Sizes) -> Array | None:
 def checked_soft_cap(cap: Any) -> float | None:
     if cap is None:
         return None
-    require(_is_static_number(cap), "logits_soft_cap", cap, "None or a Python number (it is part of the program)")
+    number = static_number(cap)
+    if number is None:
+        raise ValueError(f"logits_soft_cap must be None or a Python number (part of the program), not {described(cap)}")
     # Beyond, the quotient or the product with the cap would leave float32.
-    require(1e-30 <= cap <= 1e30, "logits_soft_cap", cap, "None or a number > 0, from 1e-30 to 1e30")
-    return float(cap)
+    require(1e-30 <= number <= 1e30, "logits_soft_cap", cap, "None or a number > 0, from 1e-30 to 1e30")
+    return number
 
 
 def traced_score_mod(
@@ -349,17 +345,14 @@ def traced_score_mod(
 
 
 def _dropout(rate: Any, key: Any) -> tuple[float, Array | None]:
-    require(_is_static_number(rate) and 0 <= rate < 1, "dropout_rate", rate, "a Python number in [0, 1)")
-    if rate == 0:
+    number = static_number(rate)
+    if number is None or not 0 <= number < 1:
+        raise ValueError(f"dropout_rate must be a Python number in [0, 1), not {described(rate)}")
+    if number == 0:
         return 0.0, None
     wanted = f"a JAX random key where dropout_rate is {rate}"
-    require(hasattr(key, "dtype") and hasattr(key, "shape"), "dropout_key", key, wanted)
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    require(key.shape == () if typed else key.dtype == jnp.uint32 and key.ndim == 1, "dropout_key", key, wanted)
-    try:
-        return float(rate), dropout.key_words(key)
-    except TypeError as error:
-        raise ValueError(f"dropout_key must be {wanted}, not {described(key)}") from error
+    require_key("dropout_key", key, wanted)
+    return number, dropout.key_words(key)
 
 
 def _precision(precision: Any) -> Any:
@@ -369,5 +362,5 @@ def _precision(precision: Any) -> Any:
         hash(precision)
         jax.eval_shape(lambda x: lax.dot(x, x, precision=precision), jax.ShapeDtypeStruct((1, 1), jnp.float32))
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"precision must be what jax.lax.dot takes, not {precision!r}: {error}") from error
+        raise ValueError(f"precision must be what jax.lax.dot takes, not {described(precision)}: {error}") from error
     return precision

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pallas_flash.benchmarks import (
     programs,
     report,
     results,
+    ring,
     rows,
     runner,
     timing,
@@ -230,12 +232,32 @@ def test_small_inputs_are_rotated():
 
 def test_command_line(tmp_path, capsys):
     assert command_line.main(["run", "--list", "--workloads", "gpt2*", "--implementations", "fa3", "sm90"]) == 0
-    assert capsys.readouterr().out.split() == ["gpt2-full-1024", "gpt2-causal-1024", "sm90", "fa3"]
+    assert capsys.readouterr().out.split("\n\n") == [
+        "workloads:\ngpt2-full-1024\ngpt2-causal-1024",
+        "implementations:\nsm90\nfa3",
+        "passes:\nforward\nbackward\nforward+backward\n",
+    ]
     assert command_line.main(["run", "--workloads", "nothing*"]) == 2
     assert "no such workload" in capsys.readouterr().err
     (tmp_path / "bad.json").write_text("{}")
     assert command_line.main(["report", str(tmp_path / "bad.json"), "--output", str(tmp_path)]) == 2
     assert "schema" in capsys.readouterr().err
+
+
+def test_what_a_machine_lacks_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "run", lambda settings, progress: tmp_path)
+    for quick, said in (([], "no GPU here: wall time on a CPU"), (["--quick"], "")):
+        assert command_line.main(["run", *quick]) == 0
+        error = capsys.readouterr().err
+        assert said in error and bool(error) == bool(said)
+    with pytest.raises(SystemExit, match="2"):
+        ring.main([])
+    assert "a ring of 2 GPUs or more, and there are 0 here" in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "pallas_flash.benchmarks.figures", raising=False)
+    monkeypatch.delattr("pallas_flash.benchmarks.figures", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command_line.main(["report", "none.json"]) == 2
+    assert 'report needs matplotlib: from a checkout, pip install ".[benchmarks]"' in capsys.readouterr().err
 
 
 def test_decoding(tmp_path, capsys):

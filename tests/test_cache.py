@@ -154,6 +154,16 @@ def test_rotary(rotary: Rotary) -> None:
         lambda: Rotary(float("nan")),
         lambda: Rotary(dim=3),
         lambda: Rotary(dim=0),
+        lambda: Rotary(dim=2.0),
+        lambda: Rotary(dim=True),
+        lambda: Rotary("x"),
+        lambda: Rotary(1e39),
+        lambda: Rotary(interleaved=1),
+        lambda: Rotary(frequencies=(1.0, float("nan"))),
+        lambda: Rotary(frequencies=1.0),
+        lambda: apply_rotary(jnp.ones((5, 1, 4), int), jnp.arange(5)),
+        lambda: apply_rotary(jnp.ones((5, 1, 4)), jnp.ones(5, bool)),
+        lambda: apply_rotary(jnp.ones((5, 1, 4)), jnp.arange(5), "x"),
         lambda: Rotary(dim=4, frequencies=(1.0,)),
         lambda: apply_rotary(jnp.ones((5, 1, 4)), jnp.arange(4)),
         lambda: apply_rotary(jnp.ones((5, 1, 4)), jnp.arange(5), Rotary(dim=6)),
@@ -161,7 +171,7 @@ def test_rotary(rotary: Rotary) -> None:
     ],
 )
 def test_wrong_rotary_arguments_are_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"base|dim|frequencies|positions|x must"):
+    with pytest.raises(ValueError, match=r"base|dim|interleaved|frequencies|positions|rotary|x must"):
         make()
 
 
@@ -179,14 +189,18 @@ def test_quantise(dtype: Any) -> None:
     for junk in (jnp.nan, jnp.inf):
         values, scale = quantise(x.at[1, 2, 3].set(junk), dtype)
         assert jnp.isnan(values.astype(jnp.float32)[1, 2] * scale[1, 2]).any() and jnp.isfinite(scale).sum() == 34
-    saturated, _ = quantise(jnp.array([1.0, 1e6, -1e6]), dtype, scale=jnp.float32(0.5))
-    limit = 127 if dtype == jnp.int8 else 448
-    np.testing.assert_array_equal(saturated.astype(jnp.float32), [2, limit, -limit])
+    saturated, _ = quantise(jnp.array([1.0, 1e6, -1e6, jnp.inf, jnp.nan]), dtype, scale=jnp.float32(0.5))
+    limit, nan = (127, 0) if dtype == jnp.int8 else (448, jnp.nan)
+    np.testing.assert_array_equal(saturated.astype(jnp.float32), [2, limit, -limit, limit, nan])
 
 
-@pytest.mark.parametrize(
-    "options", [{"dtype": jnp.int4}, {"scale": jnp.ones(3)}, {"scale": 1}, {"scale": jnp.ones((1, 1, 1))}]
-)
+WRONG_OPTIONS = [
+    {"dtype": jnp.int4}, {"dtype": "nosuch"}, {"dtype": None}, {"scale": jnp.ones(3)}, {"scale": 1},
+    {"scale": jnp.ones((1, 1, 1))},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", WRONG_OPTIONS)
 def test_wrong_arguments_of_quantise_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         quantise(jnp.ones((5, 7)), **options)
@@ -246,6 +260,12 @@ WRONG = {
     "kv_lengths must": {"kv_lengths": 1.5},
     "query_lengths": {"query_lengths": "two"},
     "rotary": {"rotary": 10_000.0},
+    "key must have heads of at least 6 features": {"rotary": Rotary(dim=6)},
+    "key must be a floating-point array": {"key": [[1.0], [1.0, 2.0]]},
+    "cache must be a Cache or a tuple": {"cache": None},
+    r"cache must be a Cache .*not \(float32": {"cache": (jnp.ones((B, S, K, H)),)},
+    "cache must be a Cache": {"cache": (1,) * 5},
+    r"cache must be a Cache .*not float32\[3, 2, 4\]": {"cache": jnp.ones((3, 2, 4))},
 }
 
 
@@ -257,3 +277,19 @@ def test_wrong_arguments_of_append_are_refused_by_name(message: str) -> None:
         append_to_cache(arguments.pop("cache"), **arguments)
     with pytest.raises(ValueError, match="page_table"):
         append_to_pages(filled((10, PAGE)), TABLE[:2], key, value, 4)
+    for pages in (None, jnp.ones((10, PAGE, K, H)), (1, 2, 3, 4, 5), (jnp.ones(3), jnp.ones(3))):
+        with pytest.raises(ValueError, match="pages"):
+            append_to_pages(pages, TABLE, key, value, 4)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, lambda x: np.asarray(x).tolist()])
+def test_array_likes_are_taken(convert: Any) -> None:
+    key, value = tokens(2)
+    caches = (filled((B, S)), append_to_cache), (filled((10, PAGE)), lambda x, *y: append_to_pages(x, TABLE, *y))
+    for cache, append in caches:
+        given = tuple(map(convert, cache[:2]))
+        for got, want in zip(append(given, convert(key), convert(value), 4), append(cache, key, value, 4), strict=True):
+            np.testing.assert_array_equal(got, want)
+    x, positions = jnp.ones((5, 1, 4)), jnp.arange(5)
+    np.testing.assert_array_equal(apply_rotary(convert(x), convert(positions)), apply_rotary(x, positions))
+    assert Rotary(frequencies=convert([1.0, 0.5])) == Rotary(frequencies=(1.0, 0.5))

@@ -84,3 +84,54 @@ def test_other_values_compile_nothing(caplog: pytest.LogCaptureFixture) -> None:
         assert compilations(caplog, lambda call=call: call(0)) > 0
         assert compilations(caplog, lambda call=call: [call(1), call(2)]) == 0
     assert compilations(caplog, lambda: flash_attention(**arrays(0), **options | {"dropout_rate": 0.3})) > 0
+
+
+@jax.custom_jvp
+def steep(x: Any) -> Any:
+    return x * 2.0
+
+
+steep.defjvp(lambda primals, tangents: (steep(*primals), tangents[0] * 7.0))
+
+
+@jax.custom_vjp
+def doubled(x: Any) -> Any:
+    return x * 2.0
+
+
+doubled.defvjp(lambda x: (doubled(x), None), lambda _, cotangent: (cotangent * 5.0,))
+
+WITH_DERIVATIVES: dict[str, Callable[[Any], Any]] = {
+    "relu": jax.nn.relu, "log_sigmoid": jax.nn.log_sigmoid, "custom_jvp": steep, "custom_vjp": doubled,
+}  # fmt: skip  # log_sigmoid has logaddexp inside softplus inside
+
+
+def gradient_with(function: Callable[[Any], Any]) -> Any:
+    """By a score_mod and a mask that are written anew."""
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in inputs(0).values())
+    mask = masks.predicate(lambda b, h, i, j: function(i - j + 2.0) > 0)
+    mod = lambda s, b, h, i, j: function(s) + j  # noqa: E731
+    loss = lambda q: flash_attention(q, k, v, mask=mask, score_mod=mod, implementation="xla").sum()  # noqa: E731
+    return jax.grad(loss)(q)
+
+
+@pytest.mark.parametrize("name", WITH_DERIVATIVES)
+def test_functions_with_their_own_derivative_compile_once(caplog: pytest.LogCaptureFixture, name: str) -> None:
+    gradient_with(WITH_DERIVATIVES[name])
+    assert compilations(caplog, lambda: gradient_with(WITH_DERIVATIVES[name])) == 0
+
+
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
+def test_other_derivatives_of_equal_functions_are_other_programs(kind: str) -> None:
+    """Also where both rules come from the same line."""
+
+    def scaled(factor: float) -> Any:
+        if kind == "custom_jvp":
+            function = jax.custom_jvp(lambda x: x * 2.0)
+            function.defjvp(lambda primals, tangents: (primals[0] * 2.0, tangents[0] * factor))
+        else:
+            function = jax.custom_vjp(lambda x: x * 2.0)
+            function.defvjp(lambda x: (x * 2.0, None), lambda _, cotangent: (cotangent * factor,))
+        return gradient_with(function)
+
+    np.testing.assert_allclose(scaled(7.0), scaled(1.0) * 7.0, rtol=1e-5)

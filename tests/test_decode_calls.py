@@ -34,7 +34,7 @@ WRONG: dict[str, list[Any]] = {
     "kv_lengths": [None, np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0, True],
     "page_table": [None, np.ones((3, 3), np.int32), np.ones(2, np.int32), np.ones((2, 3), np.float32), "t"],
     "query_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), "5", [1.5, 2.5]],
-    "scale": [nan, inf, "1", True, np.ones(3, np.float32), jnp.int32(1), 1j],
+    "scale": [nan, inf, 1e39, 10**400, "1", True, np.ones(3, np.float32), jnp.int32(1), 1j],
     "local_window_size": [-2, (-2, 0), (0, -3), (1, 2, 3), 1.5, "wide", True, ()],
     "logits_soft_cap": [0.0, -5.0, inf, nan, "5", True, np.ones(2)],
     "sinks": [np.ones(3, np.float32), np.ones(6, np.int32), np.ones((1, 6), np.float32), 1.0, "s"],
@@ -205,3 +205,5 @@ def test_explain_decode() -> None:
         explain_decode(Q, K, V, 1.5)
     with pytest.raises(ValueError, match="implementation"):
         explain_decode(Q, K, V, LENGTHS, implementation="cudnn")
+    with pytest.raises(TypeError, match=r"explain_decode\(\) got an unexpected keyword argument 'foo'"):
+        explain_decode(Q, K, V, LENGTHS, foo=1)

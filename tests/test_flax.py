@@ -290,3 +290,19 @@ def test_options_of_the_factory_are_honoured(library):
 def test_options_that_make_no_sense_are_refused(name):
     with pytest.raises(ValueError, match=name):
         make_attention_fn(**{name: None})
+
+
+@pytest.mark.parametrize(
+    "option", [{"scale": "x"}, {"local_window_size": -2}, {"logits_soft_cap": 0}, {"implementation": "fast"}]
+)
+def test_options_are_checked_when_the_function_is_made(option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        make_attention_fn(**option)
+
+
+def test_a_mask_may_be_a_list():
+    x = jnp.ones((1, 2, 1, 4))
+    mask = [[True, False], [True, True]]
+    np.testing.assert_array_equal(attention_fn(x, x, x, mask=mask), attention_fn(x, x, x, mask=jnp.array(mask)))
+    with pytest.raises(ValueError, match="mask must be"):
+        attention_fn(x, x, x, mask=[[True], [True, False]])

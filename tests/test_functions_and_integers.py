@@ -42,14 +42,28 @@ def test_what_a_function_captured_may_change(implementation: str) -> None:
     assert not np.allclose(before, after)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int64])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int64, jnp.int4, jnp.uint4])
 def test_lengths_of_every_width(implementation: str, dtype: Any) -> None:
     x = jnp.asarray(RNG.normal(size=(2, 300, 1, 4)), jnp.float32)
-    want, got = (
-        flash_attention(x, x, x, key_value_seq_lengths=np.array([100, 120], kind), implementation=implementation)
-        for kind in (np.int32, dtype)
-    )
-    np.testing.assert_array_equal(got, want)
+    lengths = [100, 120] if jnp.iinfo(dtype).bits >= 8 else [3, 7]
+    ids = np.arange(600).reshape(2, 300) % 5
+    attend = lambda **integers: flash_attention(x, x, x, **integers, implementation=implementation)  # noqa: E731
+    for convert in (np.asarray, jnp.asarray)[: 1 if dtype == np.int64 else 2]:
+        want, got = (
+            attend(key_value_seq_lengths=convert(lengths).astype(kind), segment_ids=convert(ids).astype(kind))
+            for kind in (np.int32, dtype)
+        )
+        np.testing.assert_array_equal(got, want)
+
+
+def test_unsigned_ids_beside_signed_ones() -> None:
+    """Largest beside -1: the same 32 bits."""
+    largest, minus_one = jnp.full((2, 4), 2**32 - 1, jnp.uint32), jnp.full((2, 4), -1)
+    with pytest.raises(ValueError, match=r"segment_ids must be of one dtype .* not .*int32 and .*int32"):
+        flash_attention(X, X, X, segment_ids=(largest, minus_one))
+    small = np.zeros((2, 4), np.uint32)
+    assert not flash_attention(X, X, X, segment_ids=(small, minus_one)).any()
+    np.testing.assert_array_equal(flash_attention(X, X, X, segment_ids=largest), flash_attention(X, X, X))
 
 
 def test_numbers_beyond_32_bits(implementation: str) -> None:

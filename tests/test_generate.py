@@ -94,7 +94,7 @@ def test_all_lengths_and_sampling_values_share_one_compilation(caplog):
                     lengths,
                     max_new_tokens=6,
                     temperature=0.5 + option,
-                    top_k=3 + option,
+                    top_k=3 + option * 2**40,
                     top_p=0.9 - option / 2,
                     key=jax.random.key(seed),
                 )
@@ -140,7 +140,7 @@ def test_sampling_is_reproducible_and_follows_its_key():
     assert (draw(0) != draw(1)).any()
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0, 1, None), Sampling(1.0, None, 1e-6), Sampling(1e-4, None, None)])
+@pytest.mark.parametrize("sampling", [Sampling(1.0, 1, None), Sampling(1.0, None, 1e-6), Sampling(2e-38, None, 0.5)])
 def test_narrow_sampling_takes_the_most_likely_token(sampling):
     logits = jax.random.normal(jax.random.key(0), (50, 32))
     greedy = sample(logits, None, Sampling(None, None, None))
@@ -178,18 +178,37 @@ def test_sampling_has_the_distribution_asked_for(sampling, expected):
         ({"prompt_lengths": LENGTHS[:2]}, "prompt_lengths must have an entry for each of the 3 prompts"),
         ({"prompt_lengths": np.array([7, 0, 4])}, "prompt_lengths must be in 1"),
         ({"prompt_lengths": np.array([8, 1, 4])}, "prompt_lengths must be in 1"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"prompts": [[1], [2, 3]]}, "prompts must be integers"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer, at least 1, not 0"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer, at least 1, not True"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, at least 1, not 2.5"),
         ({"temperature": -1.0}, "temperature must be"),
         ({"temperature": float("nan")}, "temperature must be"),
-        ({"temperature": 1.0}, "key must be given"),
+        ({"temperature": 1e-40}, "temperature must be 0, or a number from 1.2e-38 to 3.4e.38, not 1e-40"),
+        ({"temperature": 1e39}, "temperature must be"),
+        ({"temperature": "1"}, "temperature must be .* not '1'"),
+        ({"temperature": 1.0}, "key must be"),
+        ({"temperature": 1.0, "key": 0}, "key must be one JAX random key .* not 0"),
+        ({"temperature": 1.0, "key": np.zeros((2, 2), np.uint32)}, "key must be one JAX random key"),
         ({"top_k": 5}, "temperature must be above 0"),
-        ({"temperature": 1.0, "top_k": 0}, "top_k must be at least 1"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p must be above 0"),
-        ({"temperature": 1.0, "top_p": 1.5}, "top_p must be above 0"),
-        ({"eos_id": SMALL.vocab_size}, "eos_id must be in 0"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k must be"),
+        ({"temperature": 1.0, "top_k": 1.5}, "top_k must be None or an integer, at least 1, not 1.5"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p must be"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p must be"),
+        ({"temperature": 1.0, "top_p": "x"}, "top_p must be"),
+        ({"eos_id": SMALL.vocab_size}, "eos_id must be None or an integer in 0"),
+        ({"eos_id": True}, "eos_id must be"),
+        ({"eos_id": 1.5}, "eos_id must be"),
     ],
 )
 def test_arguments_out_of_range_are_refused(changes, message):
     arguments = {"prompts": random_prompts(LENGTHS), "prompt_lengths": LENGTHS, "max_new_tokens": 2} | changes
     with pytest.raises(ValueError, match=message):
         generate(make(num_layers=1), **arguments)
+
+
+def test_generation_is_not_traced():
+    with pytest.raises(ValueError, match="prompts must not be traced"):
+        jax.jit(lambda prompts: generate(make(num_layers=1), prompts, LENGTHS, max_new_tokens=2))(
+            random_prompts(LENGTHS)
+        )

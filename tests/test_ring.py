@@ -206,6 +206,17 @@ def test_order_of_tokens() -> None:
     np.testing.assert_array_equal(positions, to_zigzag(jnp.arange(24), 3, axis=0))
     with pytest.raises(ValueError, match=r"2 \* 5 devices long, not 24"):
         to_zigzag(x, 5)
+    np.testing.assert_array_equal(to_zigzag(x.tolist(), 3), to_zigzag(x, 3))
+    for function in (to_zigzag, from_zigzag):
+        for devices in (0, -2, 2.0, True):
+            with pytest.raises(ValueError, match="devices must be an integer, at least 1"):
+                function(x, devices)
+        with pytest.raises(ValueError, match=r"axis must be an axis of array int32\[2, 24\], not 2"):
+            function(x, 3, axis=2)
+    with pytest.raises(ValueError, match=r"axis_name must be an axis .* local_positions"):
+        local_positions(8, "x")
+    with pytest.raises(ValueError, match="local_len must be"):
+        local_positions(2.5, "x")
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
@@ -238,6 +249,67 @@ def test_refusals(name: str) -> None:
     spread = jax.shard_map(lambda x: function(x, x, x), mesh=mesh_of((2,), ("x",)), in_specs=ROWS, out_specs=ROWS)
     with pytest.raises(error, match=message.replace("*", r"\*")):
         jax.eval_shape(spread, x)
+
+
+WRONG: dict[str, list[Any]] = {
+    "sinks": [np.ones(3, np.float32), np.ones(8, np.float32), 0.0, "x"],
+    "segment_ids": [np.ones((1, 16), np.int32), [1, 2, 3], np.ones((1, 8)), [[1, 2], [3]]],
+    "return_residual": [2, None],
+    "return_max_logit": [None],
+    "query_seq_lengths": [[1, 2, 3]],
+    "scale": ["x", 1e39],
+    "axis_name": [3, None],
+    "query": [[[1.0], [2.0, 3.0]]],
+}
+
+
+@pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_are_checked_in_the_shapes_that_were_given(attend: Any, name: str) -> None:
+    """With the messages of flash_attention on a device's own rows."""
+    x = jnp.ones((1, 8, 4, 4))
+    for value in WRONG[name]:
+        given = {"axis_name": "x", "query": x, "key": x, "value": x, name: value}
+        run = jax.shard_map(lambda given=given: attend(**given), mesh=mesh_of((2,), ("x",)), in_specs=(), out_specs=P())
+        with pytest.raises(ValueError, match=name) as caught:
+            jax.eval_shape(run)
+        if name != "axis_name":
+            del given["axis_name"]
+            with pytest.raises(ValueError) as wanted:
+                flash_attention(**given)
+            assert str(caught.value) == str(wanted.value)
+
+
+@pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])
+def test_array_likes_and_arguments_that_ask_for_nothing(attend: Any) -> None:
+    x = np.random.default_rng(0).normal(size=(1, 8, 4, 4)).astype(np.float32)
+    nothing = {"bias": None, "mask": None, "return_max_logit": False, "segment_ids": [[0] * 8]}
+    for given in (x, x.tolist()):
+        run = jax.shard_map(
+            lambda given=given: attend(given, given, given, axis_name="x", **nothing),
+            mesh=mesh_of((2,), ("x",)),
+            in_specs=(),
+            out_specs=ROWS,
+        )
+        np.testing.assert_allclose(run()[:, :8], flash_attention(x, x, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])
+@pytest.mark.parametrize(("q_len", "kv_len", "heads"), [(0, 4, 2), (4, 0, 2), (4, 4, 0)])
+def test_shards_without_rows_or_heads(attend: Any, q_len: int, kv_len: int, heads: int) -> None:
+    """Zeros, and gradients of zero, without a warning."""
+    q, kv = jnp.ones((1, 2 * q_len, heads, 4)), jnp.ones((1, 2 * kv_len, heads, 4))
+    run = jax.shard_map(
+        functools.partial(attend, axis_name="x", is_causal=True, return_residual=True),
+        mesh=mesh_of((2,), ("x",)),
+        in_specs=ROWS,
+        out_specs=ROWS,
+    )
+    out, lse = jax.jit(run)(q, kv, kv)
+    assert out.shape == q.shape and not out.any()
+    assert lse.shape == q.shape[:-1] and (lse == -np.inf).all()
+    gradients = jax.jit(jax.grad(lambda *x: run(*x)[0].sum(), (0, 1, 2)))(q, kv, kv)
+    assert not any(jnp.any(gradient) for gradient in gradients)
 
 
 @pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])

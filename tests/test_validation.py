@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import pallas_flash
-from pallas_flash import explain, flash_attention, masks, reference_attention
+from pallas_flash import explain, explain_decode, flash_attention, masks, reference_attention
 from pallas_flash.flax import attention_fn, make_attention_fn
 
 Q = jnp.zeros((2, 5, 6, 8))
@@ -24,7 +25,10 @@ nan, inf = float("nan"), float("inf")
 
 # argument: values that are wrong beside Q, K, V.
 WRONG: dict[str, list[Any]] = {
-    "query": [jnp.zeros((2, 5, 6, 8), jnp.int32), jnp.zeros((6, 8)), "q", None, jnp.zeros((2, 5, 6, 8), jnp.complex64)],
+    "query": [
+        [[1.0], [2.0, 3.0]], jnp.zeros((2, 5, 6, 8), jnp.int32), jnp.zeros((6, 8)), "q", None,
+        jnp.zeros((2, 5, 6, 8), jnp.complex64),
+    ],
     "key": [jnp.zeros((2, 7, 3, 9)), jnp.zeros((3, 7, 3, 8)), jnp.zeros((7, 3, 8)), jnp.zeros((2, 7, 3, 8), bool)],
     "value": [jnp.zeros((2, 8, 3, 4)), jnp.zeros((2, 7, 6, 4)), jnp.zeros((2, 7, 3)), jnp.zeros((2, 7, 3, 4), np.int8)],
     "bias": [
@@ -35,22 +39,27 @@ WRONG: dict[str, list[Any]] = {
         np.ones((5, 7), np.int32), np.ones((5, 7), np.float32), np.where(np.eye(5, 7), 0, -inf), np.ones((7, 5), bool),
         np.ones((2, 3, 5, 7), bool), np.ones((2, 2, 6, 5, 7), bool), 1, lambda b, h, i, j: i >= j,
     ],
-    "scale": [nan, inf, "1", True, np.ones(3, np.float32), jnp.int32(1), 1j],
+    "scale": [
+        nan, inf, 1e39, np.float64(-1e300), 10**400, -(10**400), "1", True, np.ones(3, np.float32), jnp.int32(1), 1j,
+    ],
     "is_causal": [1, None, "yes", np.ones(2, bool)],
     "query_seq_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0],
-    "key_value_seq_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), np.ones(2, bool), [1.5, 2.5]],
+    "key_value_seq_lengths": [
+        [[1], [2, 3]], np.ones(3, np.int32), np.ones(2, np.float32), np.ones(2, bool), [1.5, 2.5],
+    ],
     "local_window_size": [-2, (-2, 0), (0, -3), (1, 2, 3), 1.5, (0.5, 1), "wide", True, (True, False), ()],
     "query_offset": [1.5, np.ones(3, np.int32), np.ones(2, np.float32), None, True, 2**31],
     "segment_ids": [
         np.ones(7, np.int32), np.ones((2, 7), np.int32), np.ones((2, 7), np.float32), np.ones((2, 3, 7), np.int32),
         (np.ones((2, 5), np.int32),), (np.ones((2, 7), np.int32), np.ones((2, 5), np.int32)), (None, None),
         (np.ones((2, 5), np.int32), np.ones((2, 7))), (np.ones((2, 5), np.int32), None), "ids",
+        [[1, 2], [3]], (np.ones((2, 5), np.int32), [[1], [2, 3]]),
     ],
-    "logits_soft_cap": [0.0, 0, -5.0, inf, nan, "5", True, np.ones(2)],
+    "logits_soft_cap": [0.0, 0, -5.0, inf, nan, 1e39, 10**400, "5", True, np.ones(2)],
     "sinks": [np.ones(3, np.float32), np.ones(6, np.int32), np.ones((1, 6), np.float32), 1.0, "s"],
     "score_mod": [3, lambda s: s, lambda s, b, h, i, j: (s, s), lambda s, b, h, i, j: s > 0,
                   lambda s, b, h, i, j: jnp.ones(3) * s, lambda s, b, h, i, j: s.astype(jnp.bfloat16)],
-    "dropout_rate": [-0.1, nan, 1.0, 1.5, "0.1", True, None, np.ones(2)],
+    "dropout_rate": [-0.1, nan, 1.0, 1.5, 10**400, "0.1", True, None, np.ones(2)],
     "precision": ["most", 7, ("high",) * 3, object()],
     "deterministic": [None, 1, "no"],
     "return_residual": [None, 1, "no"],
@@ -81,7 +90,7 @@ def assert_says(message: str, name: str, value: Any) -> None:
 
 
 def said(value: Any) -> str:
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray | jax.Array) else repr(value)
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray | jax.Array) else reprlib.repr(value)
 
 
 # Other public functions: calls that are wrong, the argument that their message names, and what came.
@@ -166,10 +175,10 @@ def test_a_head_dim_of_zero_needs_a_scale() -> None:
 
 def test_masks_that_do_not_fit_are_refused_by_name() -> None:
     wrong = {
-        "segment_ids": masks.segments(np.zeros((2, 6), np.int32)),
-        "key_value_seq_lengths": masks.lengths(key_value=np.zeros(3, np.int32)),
-        "query_seq_lengths": masks.lengths(np.zeros((2, 2), np.int32)),
-        "prefix": masks.prefix_lm(np.zeros(3, np.int32)),
+        "masks.segments: ids": masks.segments(np.zeros((2, 6), np.int32)),
+        "masks.lengths: key_value": masks.lengths(key_value=np.zeros(3, np.int32)),
+        "masks.lengths: query": masks.lengths(np.zeros((2, 2), np.int32)),
+        "masks.prefix_lm: length": masks.prefix_lm([1, 2, 3]),
     }
     for name, mask in wrong.items():
         with pytest.raises(ValueError, match=name):
@@ -195,6 +204,12 @@ def test_numpy_and_weakly_typed_inputs() -> None:
     }  # fmt: skip
     plain = scalars | {"scale": 0.3, "local_window_size": 3, "query_offset": 2, "logits_soft_cap": 2.0}
     np.testing.assert_allclose(flash_attention(q, k, v, **scalars), flash_attention(q, k, v, **plain), rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+def test_small_numpy_numbers_are_numbers() -> None:
+    half = {"scale": np.float16(0.5), "logits_soft_cap": np.float16(2), "dropout_rate": np.float16(0)}
+    jax.eval_shape(lambda q: flash_attention(q, K, V, **half), Q)
 
 
 @pytest.mark.case("K11")
@@ -240,6 +255,17 @@ def test_explain_names_every_implementation() -> None:
             assert explanation.chosen == name
     with pytest.raises(ValueError, match="bias"):
         explain(Q, K, V, bias=np.ones((5, 7), bool))
+    with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument 'causal'"):
+        explain(Q, K, V, causal=True)
+
+
+def test_explain_takes_structs() -> None:
+    q, k, v, lengths = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (Q, K, V, jnp.zeros(2, int)))
+    structs = explain(q, k, v, key_value_seq_lengths=lengths, local_window_size=(3, 0), score_mod=lambda s, *_: s)
+    assert structs == explain(Q, K, V, key_value_seq_lengths=jnp.zeros(2, int), local_window_size=(3, 0))
+    assert explain_decode(q, k, v, lengths).chosen == "xla"
+    with pytest.raises(ValueError, match="key must be"):
+        explain(q, jax.ShapeDtypeStruct((2, 7, 3, 9), jnp.float32), v)
 
 
 def test_public_names() -> None:

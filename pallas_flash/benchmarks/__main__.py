@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from pallas_flash.benchmarks import cases, decoding, peers
 from pallas_flash.benchmarks.cases import PASSES
 
@@ -51,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--tiles", action="store_true", help="also our kernels with every size of tile, in the passes that have them"
     )
-    run.add_argument("--list", action="store_true", help="print the workloads and implementations, and stop")
+    run.add_argument("--list", action="store_true", help="print the workloads, implementations and passes, and stop")
     report = commands.add_parser("report", help="tables (Markdown, HTML) and figures (PNG, SVG) of JSON files")
     report.set_defaults(command=_report)
     report.add_argument("files", nargs="+", type=Path, metavar="FILE")
@@ -99,8 +101,12 @@ def _run(options: argparse.Namespace) -> int:
         note=options.note,
     )
     if options.list:
-        print("\n".join([*(w.name for w in settings.workloads), "", *(peer.name for peer in settings.peers)]))
+        names = {"workloads": settings.workloads, "implementations": settings.peers}
+        listed = {title: [each.name for each in those] for title, those in names.items()} | {"passes": settings.passes}
+        print("\n\n".join("\n".join([f"{title}:", *those]) for title, those in listed.items()))
         return 0
+    if not options.quick and jax.default_backend() == "cpu":
+        print("no GPU here: wall time on a CPU; these workloads take many minutes, --quick takes one", file=sys.stderr)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is kept
     with Progress(workloads=len(settings.workloads)) as progress:
         path = runner.run(settings, progress)

@@ -249,7 +249,10 @@ td, th {{ padding: .2em .7em; border-bottom: 1px solid #ddd; text-align: left; }
 
 def write(files: list[Path], folder: Path) -> Path:
     """report.md, report.html and the figures (PNG and SVG) of the runs in `files`; returns the page."""
-    from pallas_flash.benchmarks import figures  # matplotlib, which nothing else here needs
+    try:
+        from pallas_flash.benchmarks import figures  # matplotlib, which nothing else here needs
+    except ModuleNotFoundError as error:
+        raise ValueError(f'report needs {error.name}: from a checkout, pip install ".[benchmarks]"') from error
 
     contents = [results.read(path) for path in files]
     if len({content["environment"]["device"] for content in contents}) > 1:

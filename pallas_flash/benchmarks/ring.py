@@ -127,6 +127,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("output/benchmarks"), help="folder of the JSON file")
     parser.add_argument("--trace", type=Path, help="folder of a profile")
     parsed = parser.parse_args(arguments)
+    gpus = 0 if jax.default_backend() == "cpu" else jax.device_count()
+    if gpus < (needed := parsed.devices or 2):
+        parser.error(f"it measures a ring of {needed} GPUs or more, and there are {gpus} here")
     rows = measure(parsed)
     file = ResultsFile(parsed.output, "ring")
     shape = {name: getattr(parsed, name) for name in ("tokens", "heads", "head_dim")}

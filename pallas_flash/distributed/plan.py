@@ -52,6 +52,9 @@ def positional(part: object) -> bool:
 def chunks_of(spec: AttentionSpec, order: Order, shapes: Shapes) -> Chunks:
     """shapes: of one device."""
     q_len, kv_len = (order.chunk_len(*x) for x in (("query", shapes.q_len), ("key", shapes.kv_len)))
+    if not (q_len and kv_len):
+        nothing = np.zeros((order.chunks, order.chunks), bool)
+        return Chunks(nothing, nothing)
     known = dataclasses.replace(spec, mask=tuple(part for part in spec.mask if positional(part)))
     whole = shapes._replace(q_len=q_len * order.chunks, kv_len=kv_len * order.chunks)
     ranges = tile_ranges.static_ranges(known, whole, q_len, kv_len)

@@ -91,7 +91,7 @@ def ring_attention(
       >>> from_zigzag(jax.jit(attend)(x, x, x), devices).shape == x.shape
       True
     """
-    local = local_call("ring_attention", (query, key, value), arguments, axis_name)
+    local = local_call("ring_attention", (query, key, value), arguments, axis_name, return_residual)
     _, operands, lead = local.call
     output = _attend(_ring(local, Order(order, local.devices), implementation), operands)
     out = output.out.reshape(*lead, *output.out.shape[1:])

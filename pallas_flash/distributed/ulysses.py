@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import api, partitioning
-from pallas_flash.distributed.arguments import axis_size, check_names
-from pallas_flash.masks import Mask, Segments
-from pallas_flash.spec import Array, vary, varying_axes
-from pallas_flash.validation import Arguments, canonicalise
+from pallas_flash.distributed.arguments import Local, local_call
+from pallas_flash.masks import Segments
+from pallas_flash.spec import Array, Operands, vary, varying_axes
 
 
 def ulysses_attention(
@@ -54,26 +53,36 @@ def ulysses_attention(
       >>> jax.jit(attend)(x, x, x).shape == x.shape
       True
     """
-    check_names("ulysses_attention", arguments)
-    devices = axis_size("ulysses_attention", axis_name)
-    _, (q, k, v, *_), lead = canonicalise(Arguments(query, key, value))  # for its errors
-    num_heads, num_kv_heads = q.shape[2], k.shape[2]
-    _check_heads(num_heads, num_kv_heads, devices, axis_name)
-    copies = max(1, devices // num_kv_heads)
-    q, k, v = (
-        _exchange(x.reshape(*lead, *x.shape[1:]), axis_name, split=-2, concat=-3)
-        for x in (q, jnp.repeat(k, copies, axis=2), jnp.repeat(v, copies, axis=2))
-    )
-    first_head = lax.axis_index(axis_name) * (num_heads // devices)
-    call = canonicalise(Arguments(q, k, v, **_gathered(arguments, axis_name, first_head, num_heads // devices)))
-    if partitioning.asks_for_places(call.spec):
-        origin = vary(jnp.stack([jnp.zeros_like(first_head), first_head]), varying_axes(call.operands.q))
-        call = call._replace(operands=call.operands._replace(origin=origin))
+    local = local_call("ulysses_attention", (query, key, value), arguments, axis_name, return_residual)
+    call = local.call._replace(operands=_exchanged(local))
     results = api.restore(call, api.attend(call, implementation), return_residual=return_residual)
     if not return_residual:
         return _exchange(results, axis_name, split=-3, concat=-2)
     out, lse = results
     return _exchange(out, axis_name, split=-3, concat=-2), _exchange(lse, axis_name, split=-2, concat=-1)
+
+
+def _exchanged(local: Local) -> Operands:
+    """Whole sequences of this device's heads: their rows, segment ids and sinks."""
+    (spec, operands, _), axis_name, devices = local
+    shapes = operands.shapes
+    _check_heads(shapes.num_q_heads, shapes.num_kv_heads, devices, axis_name)
+    copies = max(1, devices // max(1, shapes.num_kv_heads))
+    q, k, v = (
+        _exchange(x, axis_name, split=-2, concat=-3)
+        for x in (operands.q, jnp.repeat(operands.k, copies, axis=2), jnp.repeat(operands.v, copies, axis=2))
+    )
+    whole = lambda ids: lax.all_gather(ids, axis_name, axis=1, tiled=True)  # noqa: E731
+    parts = zip(spec.mask, operands.mask, strict=True)
+    mask = tuple(tuple(map(whole, x)) if isinstance(part, Segments) else x for part, x in parts)
+    num_heads = shapes.num_q_heads // devices
+    first_head = lax.axis_index(axis_name) * num_heads
+    sinks, origin = operands.sinks, None
+    if sinks is not None:
+        sinks = lax.dynamic_slice_in_dim(sinks, first_head, num_heads)
+    if partitioning.asks_for_places(spec):
+        origin = vary(jnp.stack([jnp.zeros_like(first_head), first_head]), varying_axes(q))
+    return operands._replace(q=q, k=k, v=v, mask=mask, sinks=sinks, origin=origin)
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, devices: int, axis_name: str) -> None:
@@ -87,19 +96,3 @@ def _check_heads(num_heads: int, num_kv_heads: int, devices: int, axis_name: str
 
 def _exchange(array: Array, axis_name: str, *, split: int, concat: int) -> Array:
     return lax.all_to_all(array, axis_name, array.ndim + split, array.ndim + concat, tiled=True)
-
-
-def _gathered(arguments: dict[str, Any], axis_name: str, first_head: Array, num_heads: int) -> dict[str, Any]:
-    """The segment ids of whole sequences, and the sinks of this device's heads."""
-    whole = lambda ids: lax.all_gather(jnp.asarray(ids), axis_name, axis=-1 + jnp.ndim(ids), tiled=True)  # noqa: E731
-    result = dict(arguments)
-    ids, mask, sinks = (arguments.get(name) for name in ("segment_ids", "mask", "sinks"))
-    if ids is not None:
-        result["segment_ids"] = tuple(map(whole, ids)) if isinstance(ids, tuple | list) else whole(ids)
-    if mask is not None:
-        parts = zip(mask.parts, mask.arrays, strict=True)
-        arrays = tuple(tuple(map(whole, x)) if isinstance(part, Segments) else x for part, x in parts)
-        result["mask"] = Mask(mask.parts, arrays)
-    if sinks is not None:
-        result["sinks"] = lax.dynamic_slice_in_dim(jnp.asarray(sinks), first_head, num_heads)
-    return result

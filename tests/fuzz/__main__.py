@@ -40,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
             print("passed")
             return 0
         report = search(options.seed, tuple(options.implementations), seconds=options.seconds)
-    counts = ", ".join(f"{name} {count}" for name, count in report.ran.items())
+    said = {"none": "no transformation"}
+    counts = ", ".join(f"{said.get(name, name)} {count}" for name, count in report.ran.items())
     print(f"seed {options.seed}: {counts}; {report.refused} refused, {len(report.failures)} failures")
     return 1 if report.failures else 0
 
