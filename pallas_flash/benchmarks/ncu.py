@@ -64,13 +64,11 @@ def count(workload: Workload, implementation: str, kind: str, lock: Path) -> lis
         ]
         command += ["--profile-from-start", "off", "--clock-control", "none"]
         command += [sys.executable, "-m", "pallas_flash.benchmarks.ncu", workload.name, implementation, kind, str(lock)]
-        flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
-        # ncu has a lock of its own in TMPDIR.
-        own = {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TMPDIR": folder}
+        # ncu has a lock of its own in TMPDIR. XLA's own flags, if there are any, do not count here.
+        own = ["XLA_FLAGS=--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE=false", f"TMPDIR={folder}"]
+        command = ["/usr/bin/env", *own, *command]
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=os.environ | own
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(f"not done after {TIMEOUT} s") from error
         said = log.read_text() if log.is_file() else ""
