@@ -134,8 +134,10 @@ def static_pairs(
     spec: AttentionSpec, shapes: Shapes, block_q: int, block_kv: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All (query tile, key tile) pairs that the static ranges need, in the order of query tiles, and whether each needs
-    masking."""
+    masking. A call without batch elements or heads needs none."""
     start, end, full_start, full_end = static_ranges(spec, shapes, block_q, block_kv)
+    if not (shapes.batch and shapes.num_q_heads):
+        end = start
     tiles = np.arange(-(-shapes.kv_len // block_kv), dtype=np.int32)
     qi, ki = np.nonzero((tiles >= start[:, None]) & (tiles < end[:, None]))
     masked = (ki < full_start[qi]) | (ki >= full_end[qi])
