@@ -9,6 +9,8 @@ file, as seen from the document, in the first of two comments, and what stands b
     <!-- benchmarks: begin ratios of forward for fa3-* in results/h200.json (make readme) -->
     <!-- benchmarks: end -->
 
+Several files, joined by "+", are read as one: each workload as the file has it in which most of it was measured.
+
 Nothing is measured, so any machine gives the same text.
 """
 
@@ -35,7 +37,7 @@ def with_tables(text: str, folder: Path) -> str:
     """A document's text, its folder's files giving the tables. ValueError for a comment that is not as above."""
 
     def filled(section: re.Match[str]) -> str:
-        content = results.read(folder / section["file"])
+        content = report.together([results.read(folder / name) for name in section["file"].split("+")])
         if section["table"] == "setting":
             body = report.setting(content)
         else:

@@ -367,6 +367,16 @@ def test_tables_in_a_document(saved):
             benchmark_tables.with_tables(text.replace(old, new), saved.parent)
 
 
+def test_several_runs_are_read_as_one(saved):
+    """A workload comes from the run that measured most of it, never from two."""
+    failed = results.read(saved) | {"left_out": ["all"]}
+    rows = [row | {"status": "failed", "reason": "no", "ms": None} for row in failed["rows"]]
+    both = report.together([failed | {"rows": rows}, results.read(saved)])
+    assert both["rows"] == results.read(saved)["rows"] and both["left_out"] == ["all"]
+    text = "<!-- benchmarks: begin ratios of forward for *-512 in run.json+run.json (make readme) --><!-- benchmarks: end -->"
+    assert "| 1.250 | 8.000 |" in benchmark_tables.with_tables(text, saved.parent)
+
+
 def test_a_ratio_needs_both_times():
     content = synthetic({"sm90": 1.0, "reference": 4.0})
     content["rows"][0] |= {"status": "wrong", "reason": "relative error"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import html
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,6 +208,21 @@ TRAFFIC: dict[str, Callable[[Content, str], Table]] = {"traffic": traffic.counte
 
 def _tables(content: Content) -> dict[str, Callable[[Content, str], Table]]:
     return TRAFFIC if content["kind"] == traffic.KIND else TIMES
+
+
+def together(contents: Sequence[Content]) -> Content:
+    """Several runs as one: of each workload the rows of the run that measured most of it, as only those of one run are
+    compared. What is said of the run itself is that of the first."""
+    runs: dict[str, list[list[Any]]] = {}
+    for content in contents:
+        rows: dict[str, list[Any]] = {}
+        for row in content["rows"]:
+            rows.setdefault(row["workload"], []).append(row)
+        for workload, found in rows.items():
+            runs.setdefault(workload, []).append(found)
+    best = [max(found, key=lambda rows: sum(row["status"] == "ok" for row in rows)) for found in runs.values()]
+    workloads = {name: workload for content in contents for name, workload in content["workloads"].items()}
+    return contents[0] | {"workloads": workloads, "rows": [row for rows in best for row in rows]}
 
 
 def table(name: str, content: Content, passed: str, workloads: str = "*") -> Table:
