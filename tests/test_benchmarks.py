@@ -373,7 +373,8 @@ def test_several_runs_are_read_as_one(saved):
     rows = [row | {"status": "failed", "reason": "no", "ms": None} for row in failed["rows"]]
     both = report.together([failed | {"rows": rows}, results.read(saved)])
     assert both["rows"] == results.read(saved)["rows"] and both["left_out"] == ["all"]
-    text = "<!-- benchmarks: begin ratios of forward for *-512 in run.json+run.json (make readme) --><!-- benchmarks: end -->"
+    begin = "<!-- benchmarks: begin ratios of forward for *-512 in run.json+run.json (make readme) -->"
+    text = f"{begin}<!-- benchmarks: end -->"
     assert "| 1.250 | 8.000 |" in benchmark_tables.with_tables(text, saved.parent)
 
 

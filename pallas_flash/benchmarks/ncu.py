@@ -65,7 +65,9 @@ def count(workload: Workload, implementation: str, kind: str, lock: Path) -> lis
         command += ["--profile-from-start", "off", "--clock-control", "none"]
         command += [sys.executable, "-m", "pallas_flash.benchmarks.ncu", workload.name, implementation, kind, str(lock)]
         # ncu has a lock of its own in TMPDIR. XLA's own flags, if there are any, do not count here.
-        own = ["XLA_FLAGS=--xla_gpu_autotune_level=0", "XLA_PYTHON_CLIENT_PREALLOCATE=false", f"TMPDIR={folder}"]
+        # Kernels are launched one by one, and not as a graph.
+        flags = "XLA_FLAGS=--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
+        own = [flags, "XLA_PYTHON_CLIENT_PREALLOCATE=false", f"TMPDIR={folder}"]
         command = ["/usr/bin/env", *own, *command]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)

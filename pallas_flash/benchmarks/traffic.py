@@ -12,8 +12,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +107,14 @@ def measure(
         "rows": [],
     }
     file.write(content)
-    wanted = zip(*itertools.product(workloads, passes, peers), strict=True)
+    wanted = list(itertools.product(workloads, passes, peers))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         try:
-            for row in pool.map(partial(_row, Path(folder) / "lock"), *wanted):
-                content["rows"].append(row)
+            rows = {pool.submit(_row, Path(folder) / "lock", *each): place for place, each in enumerate(wanted)}
+            done: dict[int, dict[str, Any]] = {}
+            for future in as_completed(rows):  # one that takes long holds up no other's row
+                done[rows[future]] = row = future.result()
+                content["rows"] = [done[place] for place in sorted(done)]
                 file.write(content)
                 show(row)
         finally:  # of an interruption
