@@ -39,15 +39,13 @@ def step(worker: Worker, block: Block) -> None:
     block.at(buffers.ds, block.parity, _own_keys(wg))[...] = ds
     tile_.meet(refs)
     (chunk,) = plan.config.dq_chunks(wg, plan.shapes.head_dim)
-    row, column, columns = chunk
 
     def dq_product(acc: Ref) -> jax.Array:
-        own_ds = block.at(buffers.ds, block.parity, slice(None), pl.ds(row, BLOCK)).transpose((1, 0))
-        tensor_cores.start(acc, own_ds, block.at(buffers.k, 0, slice(None), pl.ds(column, columns)))
+        _start_dq(worker, acc, block, block.parity)
         tensor_cores.start(worker.dk, ds, block.at(buffers.q, block.q_slot))
         return tensor_cores.load(acc, pending=1)
 
-    dq = tensor_cores.accumulator(dq_product, (BLOCK, columns), worker.accumulators.dq[0])
+    dq = tensor_cores.accumulator(dq_product, (BLOCK, chunk[2]), worker.accumulators.dq[0])
     plgpu.barrier_arrive(barriers.dout.consumed.at[block.dout_slot])
     tile_.add_dq(worker, block.q_base, block.head, chunk, dq)
     tensor_cores.wait(0)
