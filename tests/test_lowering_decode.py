@@ -61,6 +61,11 @@ def test_every_tuned_config_lowers(entry):
     assert kernels(lower(SPEC, operands, config=config, splits=1)) == 1
 
 
+@pytest.mark.parametrize("q_len", [1, 500])
+def test_tiles_of_16_bits_do_not_depend_on_the_number_of_queries(q_len):
+    assert decode.decode_config(operands_of(q_len=q_len)) == decode.decode_config(operands_of(dtype=jnp.float16))
+
+
 def score_mod(function) -> tuple[Any, tuple[Any, ...]]:
     program, captured = elementwise.trace("score_mod", function, {"score": np.float32, **elementwise.PLACE}, np.float32)
     return program, tuple(SHAPE(x.shape, x.dtype) for x in captured)

@@ -85,8 +85,9 @@ def num_splits(spec: DecodeSpec, operands: DecodeOperands, config: DecodeConfig)
 def decode_config(operands: DecodeOperands) -> DecodeConfig | None:
     """The tuned entry of the nearest case that fits. Tables name what the cache holds, bfloat16 for float16 too."""
     shapes = operands.shapes
-    dtype = operands.k.dtype.name if operands.k.dtype.itemsize == 1 else "bfloat16"
-    queries = "decode" if _rows(shapes) <= WARP_ROWS else "decode of many queries"
+    eight_bits = operands.k.dtype.itemsize == 1
+    dtype = operands.k.dtype.name if eight_bits else "bfloat16"
+    queries = "decode of many queries" if eight_bits and _rows(shapes) > WARP_ROWS else "decode"
     case = cache.Case(shapes.head_dim, shapes.value_head_dim, dtype, queries)
     configs = (DecodeConfig(**entry) for entry in cache.nearest("sm90_decode", case))
     return next((config for config in configs if _shared_bytes(operands, config) <= MAX_SHARED_BYTES), None)
