@@ -146,6 +146,7 @@ def _models() -> Iterator[Workload]:
     yield Workload("gemma2-9b-global-8192", 2, 8192, 16, 8, 256, soft_cap=50.0, **causal)
     yield Workload("gemma2-9b-local-8192", 2, 8192, 16, 8, 256, soft_cap=50.0, window=4095, **causal)
     yield Workload("mistral-7b-16384", 1, 16384, 32, 8, 128, window=4095, **causal)
+    yield Workload("causal-32768", 1, 32768, 16, 16, 128, **causal)  # the window and the documents are parts of it
     yield Workload("window-1024-32768", 1, 32768, 16, 16, 128, window=1023, **causal)
     yield Workload("deepseek-mla-4096", 1, 4096, 128, 128, 192, 128, **causal)
     yield Workload("packed-full-32768", 1, 32768, 16, 16, 128, documents=16)

@@ -45,7 +45,8 @@ def all_peers() -> tuple[Peer, ...]:
         Peer("jax.nn-xla", partial(_jax_nn, "xla"), backward_alone=False),
         Peer("jax.nn-cudnn", partial(_jax_nn, "cudnn")),
         Peer("fa3", _dew_flash_attn),
-        Peer("tokamax", _tokamax),
+        Peer("tokamax", partial(_tokamax, "mosaic")),
+        Peer("tokamax-triton", partial(_tokamax, "triton")),
         Peer("pallas-triton", _pallas_triton),
         *(Peer(name, None, backward_alone=False) for name in torch_sdpa.BACKENDS),
     )
@@ -101,12 +102,12 @@ def _dew_flash_attn(workload: Workload) -> Attend:
     return attend
 
 
-def _tokamax(workload: Workload) -> Attend:
-    """Its Mosaic GPU kernels, with their default configurations."""
+def _tokamax(implementation: str, workload: Workload) -> Attend:
+    """Its kernels for Mosaic GPU or for Triton, with their default configurations."""
     tokamax = import_tokamax()
     refuse("takes documents as an array of T x S only" if workload.documents else None)
     options: Any = {"is_causal": workload.is_causal, "local_window_size": workload.local_window_size}
-    options |= {"logits_soft_cap": workload.soft_cap, "implementation": "mosaic"}
+    options |= {"logits_soft_cap": workload.soft_cap, "implementation": implementation}
     return lambda q, k, v, _: tokamax.dot_product_attention(q, k, v, **options)
 
 
