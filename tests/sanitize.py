@@ -4,6 +4,9 @@
     python -m tests.sanitize --tools racecheck   one of them
     python -m tests.sanitize --jobs 8            several runs side by side: most of each is compilation
 
+initcheck may not follow what TMA stores: it is first asked about a kernel that only copies by TMA, and an addition by
+XLA of what that stored. If it takes that for uninitialised, its reports from kernels of XLA's do not count.
+
 Exit codes: 0 no tool found anything, 1 one did, 2 there is no compute-sanitizer.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+CONTROL = "a copy by TMA"
+OURS = "flash_"  # in the names of this package's kernels
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
@@ -74,9 +80,27 @@ def decode(name: str, implementation: str) -> Any:
     return paged_flash_decode(q, k, v, table, lengths, **scales, implementation=implementation)
 
 
+def copy_by_tma(name: str, implementation: str) -> Any:
+    """No kernel of ours: what initcheck says of this is about initcheck."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def body(source: Any, target: Any, buffer: Any, barrier: Any) -> None:
+        plgpu.copy_gmem_to_smem(source, buffer, barrier)
+        plgpu.barrier_wait(barrier)
+        plgpu.copy_smem_to_gmem(buffer, target)
+        plgpu.wait_smem_to_gmem(0)
+
+    shape = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    scratch = {"buffer": plgpu.SMEM(shape.shape, shape.dtype), "barrier": plgpu.Barrier()}
+    copied = plgpu.kernel(body, out_type=shape, scratch_types=scratch)
+    return jax.jit(lambda x: copied(x) + 1)(jnp.ones(shape.shape, shape.dtype))
+
+
 def calls(implementation: str) -> dict[str, Callable[[str, str], Any]]:
     decoding = ("decoding", "decoding, pages of 8 bits") if implementation == "sm90" else ()
-    return dict.fromkeys(attention_calls(), attend) | dict.fromkeys(decoding, decode)
+    return dict.fromkeys(attention_calls(), attend) | dict.fromkeys(decoding, decode) | {CONTROL: copy_by_tma}
 
 
 def run_call(name: str, implementation: str) -> None:
@@ -87,17 +111,35 @@ def run_call(name: str, implementation: str) -> None:
     assert all(np.isfinite(np.asarray(x).astype(np.float32)).all() for x in results), name
 
 
-def sanitize(tool: str, name: str, implementation: str) -> bool:
-    """Whether the tool found nothing. XLA's own allocator and command buffers stay out of its way."""
+def sanitize(tool: str, name: str, implementation: str) -> str:
+    """What the tool said, "" if it found nothing. XLA's own allocator and command buffers stay out of its way."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
     environment = os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": flags}
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
     command += [sys.executable, "-m", "tests.sanitize", "--run", name, "--implementation", implementation]
-    start = time.perf_counter()
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    verdict = "nothing found" if result.returncode == 0 else result.stdout + result.stderr
+    return result.stdout + result.stderr if result.returncode else ""
+
+
+def kernels_of(report: str) -> set[str]:
+    """In which the tool found something."""
+    return set(re.findall(r"^=+ +at (?:void )?([\w:<>]+).*\+0x", report, re.MULTILINE))
+
+
+def only_other_kernels(report: str) -> bool:
+    found = kernels_of(report)
+    return bool(found) and not any(OURS in kernel for kernel in found)
+
+
+def check(tool: str, name: str, implementation: str, follows_tma: bool) -> bool:
+    """Whether the tool found nothing that counts."""
+    start = time.perf_counter()
+    report = sanitize(tool, name, implementation)
+    clean, verdict = not report, report or "nothing found"
+    if tool == "initcheck" and not follows_tma and only_other_kernels(report):
+        clean, verdict = True, f"nothing found but in {', '.join(sorted(kernels_of(report)))}, of what TMA stored"
     print(f"{implementation}, {tool}, {name}: {verdict} ({time.perf_counter() - start:.0f} s)", flush=True)
-    return result.returncode == 0
+    return clean
 
 
 def main() -> int:
@@ -115,9 +157,13 @@ def main() -> int:
     if shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    pairs = itertools.product(options.tools, calls(options.implementation))
+    names = [name for name in calls(options.implementation) if name != CONTROL]
+    pairs = itertools.product(options.tools, names)
     with ThreadPoolExecutor(options.jobs) as pool:
-        clean = list(pool.map(lambda pair: sanitize(*pair, options.implementation), pairs))
+        follows_tma = "initcheck" not in options.tools or not sanitize("initcheck", CONTROL, options.implementation)
+        if not follows_tma:
+            print("initcheck does not follow what TMA stores: what it says of XLA's kernels does not count", flush=True)
+        clean = list(pool.map(lambda pair: check(pair[0], pair[1], options.implementation, follows_tma), pairs))
     print(f"{sum(clean)} of {len(clean)} runs found nothing")
     return 0 if all(clean) else 1
 
