@@ -49,6 +49,12 @@ def dynamic_ranges(
     return TileRanges(*(jnp.atleast_2d(x).astype(jnp.int32) for x in ranges))
 
 
+def depend_on_data(spec: AttentionSpec) -> bool:
+    """Whether `dynamic_ranges` know more than `static_ranges`, or offsets are needed that only the data has."""
+    known = None not in (spec.q_offset, spec.kv_offset)
+    return not known or any(part.uses_batch or isinstance(part, Segments) for part in spec.mask)
+
+
 def _has_arrays(part: Any) -> bool:
     return part.uses_batch or isinstance(part, Segments | masks.Predicate | masks.Dense)
 

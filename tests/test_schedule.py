@@ -1,4 +1,4 @@
-"""Which CTA of the Hopper kernel does what: every query tile once, and about as much for each CTA."""
+"""Which CTA of a kernel does what: every tile once, and about as much for each CTA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_flash import masks
-from pallas_flash.kernels import schedule
+from pallas_flash.kernels import backward_schedule, schedule
+from pallas_flash.kernels.sm90.backward_config import BackwardConfig
 from pallas_flash.kernels.sm90.config import ForwardConfig
 from pallas_flash.spec import AttentionSpec, Operands
 
@@ -58,3 +59,28 @@ def test_every_tile_once_and_fairly(case, batch, length, heads):
     blocks = (items.kv_end - items.kv_start).sum(axis=1)
     ideal = max(blocks.mean(), (items.kv_end - items.kv_start).max())
     assert blocks.max() <= 1.3 * ideal
+
+
+@pytest.mark.parametrize("case", [causal, packed, ragged])
+@pytest.mark.parametrize("num_ctas", [132, None])
+@pytest.mark.parametrize(("batch", "length", "heads"), [(1, 32768, 16), (2, 8192, 16), (3, 1000, 5), (1, 64, 12)])
+def test_the_same_of_keys(case, num_ctas, batch, length, heads):
+    config = BackwardConfig(head_group=4, num_ctas=num_ctas)
+    mask, arrays = case(batch, length)
+    x = jax.ShapeDtypeStruct((batch, length, 2 * heads, 64), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((batch, length, heads, 64), jnp.bfloat16)
+    operands = Operands(x, kv, kv, mask=arrays)
+    table = np.asarray(backward_schedule.work_items(AttentionSpec(0.1, mask), operands, config))
+    present = np.arange(table.shape[1]) < table[:, :1, backward_schedule.ITEMS]
+    items = backward_schedule.WorkItem(*np.moveaxis(table, -1, 0)[: backward_schedule.ITEMS])
+    tiles = -(-length // config.block_kv)
+    numbers = (items.batch * heads + items.kv_head) * tiles + items.ki
+    assert sorted(numbers[present]) == list(range(batch * heads * tiles))
+    blocks = np.where(present, items.q_end - items.q_start, 0)
+    if num_ctas is None:  # the hardware balances, if the longest come first
+        assert blocks.shape[1] == 1
+        group = items.kv_head[:, 0] // config.head_group
+        assert all((np.diff(blocks[group == g, 0]) <= 0).all() for g in np.unique(group) if batch == 1)
+    else:
+        total = blocks.sum(axis=1)
+        assert total.max() <= 1.3 * max(total.mean(), blocks.max())

@@ -1,13 +1,12 @@
-"""Which CTA works on which key tiles in the backward pass, in which order: those with the most queries first.
+"""What a CTA does that works on key tiles, in the backward pass, and in which order: assignment.py deals them out.
 
-Either a CTA takes one work item, and the hardware gives an SM the next CTA, or the grid is persistent and each work
-item goes to the CTA with the least to do. A work item is a row of eight int32.
+Either a CTA takes one work item, and the hardware gives an SM the next CTA, or the grid is persistent. A work item is a
+row of eight int32.
 """
 
 from __future__ import annotations
 
 import functools
-import heapq
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import tile_ranges
+from pallas_flash.kernels import assignment
+from pallas_flash.kernels.assignment import Crew, Order
 from pallas_flash.spec import AttentionSpec, Operands, Shapes
 
 TILE_OVERHEAD = 1.0  # what a key tile costs besides its query blocks, in query blocks
@@ -51,46 +52,35 @@ ITEMS = len(WorkItem._fields)  # the last word of each row: how many items this 
 def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
     """int32 [CTAs, most items of a CTA, 8]: a constant where the mask's ranges are known without data."""
     shapes = operands.shapes
-    tiles, ids, counts = _assignment(spec, shapes, config)
-    batch, kv_head, ki = ids // (shapes.num_kv_heads * tiles), ids // tiles % shapes.num_kv_heads, ids % tiles
-    dynamic = any(operands.mask) or None in (spec.q_offset, spec.kv_offset)
+    dynamic = tile_ranges.depend_on_data(spec)
     xp: Any = jnp if dynamic else np
     if dynamic:
         ranges = tile_ranges.dynamic_ranges(spec, operands, config.block_q, config.block_kv, of="kv")
+        blocks = ranges.end - ranges.start
+        order = assignment.by_rank(jnp.broadcast_to(blocks, (shapes.batch, blocks.shape[1])), _crew(shapes, config))
     else:
         ranges = tile_ranges.static_ranges(spec, shapes, config.block_q, config.block_kv, of="kv")
         ranges = tile_ranges.TileRanges(*(np.atleast_2d(x) for x in ranges))
+        order = _assigned(spec, shapes, config)
+    batch, kv_head, ki, counts = order
     start, end, full_start, full_end = (x[batch if x.shape[0] > 1 else 0, ki] for x in ranges)
     # Keys behind the last one must be masked: exp2(0 - lse) of theirs may be infinite.
-    cut_off = ki == (tiles - 1 if shapes.kv_len % config.block_kv else tiles)
+    cut_off = (ki + 1) * config.block_kv > shapes.kv_len
     full_start, full_end = (xp.where(cut_off, end, x) for x in (full_start, full_end))
     item = WorkItem(batch, kv_head, ki, start, end, full_start, full_end)
-    fields = (*item, np.broadcast_to(counts[:, None], ids.shape))
+    fields = (*item, np.broadcast_to(counts[:, None], kv_head.shape))
     return xp.stack([xp.asarray(x, xp.int32) for x in fields], axis=-1)
 
 
 @functools.lru_cache(maxsize=64)
-def _assignment(spec: AttentionSpec, shapes: Shapes, config: Tiles) -> tuple[int, np.ndarray, np.ndarray]:
-    """Key tiles; tile ids [CTAs, most items], (batch * key heads + key head) * tiles + tile; items of each CTA."""
+def _assigned(spec: AttentionSpec, shapes: Shapes, config: Tiles) -> Order:
     ranges = tile_ranges.static_ranges(spec, shapes, config.block_q, config.block_kv, of="kv")
     costs = (ranges.end - ranges.start) * shapes.q_heads_per_kv_head + TILE_OVERHEAD
-    longest_first = np.argsort(-costs, kind="stable")
-    tiles, heads = len(costs), shapes.batch * shapes.num_kv_heads
-    groups = [range(first, min(first + config.head_group, heads)) for first in range(0, heads, config.head_group)]
-    order = [head * tiles + int(tile) for group in groups for tile in longest_first for head in group]
-    if config.num_ctas is None:
-        return tiles, np.array(order)[:, None], np.ones(len(order), np.int32)
-    lists: list[list[int]] = [[] for _ in range(min(config.num_ctas, len(order)))]
-    loads = [(0.0, cta) for cta in range(len(lists))]
-    for tile_id in order:
-        load, cta = heapq.heappop(loads)
-        lists[cta].append(tile_id)
-        heapq.heappush(loads, (load + float(costs[tile_id % tiles]), cta))
-    counts = np.array([len(items) for items in lists], np.int32)
-    ids = np.zeros((len(lists), counts.max()), np.int64)
-    for cta, items in enumerate(lists):
-        ids[cta, : len(items)] = items
-    return tiles, ids, counts
+    return assignment.by_cost(costs, shapes.batch, _crew(shapes, config))
+
+
+def _crew(shapes: Shapes, config: Tiles) -> Crew:
+    return Crew(shapes.num_kv_heads, config.head_group, config.num_ctas)
 
 
 def query_block(item: WorkItem, step: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which CTA works on which query tiles, in which order: the longest first, and about as much for each CTA.
+"""What a CTA does that works on query tiles, and in which order: assignment.py deals them out.
 
 The grid is persistent: a CTA takes one work item after the other. A work item is a row of eight int32.
 """
@@ -6,7 +6,6 @@ The grid is persistent: a CTA takes one work item after the other. A work item i
 from __future__ import annotations
 
 import functools
-import heapq
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,8 +14,9 @@ import numpy as np
 from jax import lax
 
 from pallas_flash import tile_ranges
+from pallas_flash.kernels import assignment
+from pallas_flash.kernels.assignment import Crew, Order
 from pallas_flash.kernels.tile_mask import TileIndex
-from pallas_flash.masks import Segments
 from pallas_flash.spec import AttentionSpec, Operands, Shapes
 
 TILE_OVERHEAD = 1.0  # what a query tile costs besides its key blocks, in key blocks: fill, drain and store
@@ -50,24 +50,15 @@ class WorkItem(NamedTuple):
 ITEMS = len(WorkItem._fields)  # the last word of each row: how many items this CTA has
 
 
-class Order(NamedTuple):
-    """The query tiles that each CTA works on, [CTAs, most items of a CTA], and how many those are, [CTAs]."""
-
-    batch: Any
-    head: Any
-    qi: Any
-    counts: np.ndarray
-
-
 def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
     """int32 [CTAs, most items of a CTA, 8]: a constant where the mask's ranges are known without data."""
     shapes = operands.shapes
-    dynamic = None in (spec.q_offset, spec.kv_offset)
-    dynamic |= any(part.uses_batch or isinstance(part, Segments) for part in spec.mask)
+    dynamic = tile_ranges.depend_on_data(spec)
     xp: Any = jnp if dynamic else np
     if dynamic:
         ranges = tile_ranges.dynamic_ranges(spec, operands, config.tile_q, config.block_kv)
-        order = _dealt(ranges, shapes, config)
+        blocks = jnp.maximum(ranges.end - ranges.start, 1)
+        order = assignment.by_rank(jnp.broadcast_to(blocks, (shapes.batch, blocks.shape[1])), _crew(shapes, config))
     else:
         ranges = tile_ranges.static_ranges(spec, shapes, config.tile_q, config.block_kv)
         ranges = tile_ranges.TileRanges(*(np.atleast_2d(x) for x in ranges))
@@ -88,56 +79,13 @@ def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _assigned(spec: AttentionSpec, shapes: Shapes, config: Tiles) -> Order:
-    """Where costs are known: each tile to the CTA with the least to do so far."""
     ranges = tile_ranges.static_ranges(spec, shapes, config.tile_q, config.block_kv)
     costs = np.maximum(ranges.end - ranges.start, 1) + TILE_OVERHEAD
-    longest_first = np.argsort(-costs, kind="stable")
-    tiles, heads = len(costs), shapes.batch * shapes.num_q_heads
-    lists: list[list[int]] = [[] for _ in range(min(config.num_ctas, heads * tiles))]
-    loads = [(0.0, cta) for cta in range(len(lists))]
-    for first in range(0, heads, config.head_group):
-        group = range(first, min(first + config.head_group, heads))
-        for tile in longest_first:
-            for head in group:
-                load, cta = heapq.heappop(loads)
-                lists[cta].append(head * tiles + int(tile))
-                heapq.heappush(loads, (load + float(costs[tile]), cta))
-    counts = np.array([len(items) for items in lists], np.int32)
-    ids = np.zeros((len(lists), counts.max()), np.int64)
-    for cta, items in enumerate(lists):
-        ids[cta, : len(items)] = items
-    return Order(ids // (shapes.num_q_heads * tiles), ids // tiles % shapes.num_q_heads, ids % tiles, counts)
+    return assignment.by_cost(costs, shapes.batch, _crew(shapes, config))
 
 
-def _dealt(ranges: tile_ranges.TileRanges, shapes: Shapes, config: Tiles) -> Order:
-    """Where costs depend on data: the tiles of all batch elements are sorted by cost on the device, and dealt out to
-    the CTAs as `_deal` says."""
-    tiles = ranges.start.shape[1]
-    rank, head, counts = _deal(shapes.batch * tiles, shapes.num_q_heads, config)
-    blocks = jnp.broadcast_to(jnp.maximum(ranges.end - ranges.start, 1), (shapes.batch, tiles))
-    place = jnp.argsort(-blocks.ravel())[rank]
-    return Order(place // tiles, head, place % tiles, counts)
-
-
-@functools.lru_cache(maxsize=64)
-def _deal(ranks: int, heads: int, config: Tiles) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The rank by cost and the head of each item of each CTA, and how many it has. One group of heads after the other,
-    in rounds over the CTAs there and back again: who gets the dearest item of one gets the cheapest of the next."""
-    ctas = min(config.num_ctas, ranks * heads)
-    group_size = max(config.head_group, -(-ctas // ranks))  # each group has something for every CTA
-    items = []  # (CTA, rank, head)
-    for first in range(0, heads, group_size):
-        group = np.arange(heads)[first : first + group_size]
-        turn, place = np.divmod(np.arange(ranks * len(group)), ctas)
-        back = (turn + first // group_size) % 2
-        cta = np.where(back, ctas - 1 - place, place)
-        items.append(np.stack([cta, np.repeat(np.arange(ranks), len(group)), np.tile(group, ranks)]))
-    cta, rank, head = np.concatenate(items, axis=1)
-    counts = np.bincount(cta, minlength=ctas).astype(np.int32)
-    by_cta = np.argsort(cta, kind="stable")
-    first = np.cumsum(counts) - counts
-    item = np.minimum(first[:, None] + np.arange(counts.max()), len(cta) - 1)
-    return rank[by_cta][item], head[by_cta][item], counts
+def _crew(shapes: Shapes, config: Tiles) -> Crew:
+    return Crew(shapes.num_q_heads, config.head_group, config.num_ctas)
 
 
 def load_count(work: Any, cta: jax.Array) -> jax.Array:
