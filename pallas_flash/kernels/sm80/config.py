@@ -27,7 +27,13 @@ def max_shared_bytes(capability: tuple[int, int] | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """One CTA is a warpgroup that holds `block_q` queries and walks over keys in blocks of `block_kv`."""
+    """One CTA is a warpgroup that holds `block_q` queries and walks over keys in blocks of `block_kv`.
+
+    thread_statistics: threads that share a row exchange its maximum only where the accumulator is rescaled, and its sum
+    in the end.
+    pipelined: in blocks without a mask a block's scores are made beside the exponentials of the one before, and all
+    warps meet once a block, not twice.
+    """
 
     block_q: int = 128
     block_kv: int = 64
@@ -35,6 +41,8 @@ class ForwardConfig:
     q_in_registers: bool = False  # throughout, rather than read from shared memory in every step
     head_group: int = 4  # heads whose tiles are worked on together, so that their keys stay in L2
     rescale_threshold: float = 8.0  # rescale the accumulator only when some maximum grew by more, in base 2
+    thread_statistics: bool = False
+    pipelined: bool = False
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -47,6 +55,8 @@ class ForwardConfig:
             raise ValueError(f"{self.head_group=} must be at least 1")
         if not 0 <= self.rescale_threshold <= 10:
             raise ValueError(f"{self.rescale_threshold=} must lie between 0 and 10: 2**threshold is kept in 16 bits")
+        if self.pipelined and self.num_stages == 1:
+            raise ValueError(f"{self.pipelined=} wants a num_stages of 2 or 3: keys are read while the next ones come")
 
     @property
     def tile_q(self) -> int:

@@ -76,8 +76,7 @@ def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers) ->
         _copy_values(worker, jnp.int32(stage))
         _copy_keys(worker, jnp.int32(stage + 1))
     state = _attend(worker)
-    stats = softmax.RowTotals(state.m, state.shift, state.l)
-    _store(worker, state.out, softmax.finish_as(plan.spec, stats, plan.units, work.sink))
+    _store(worker, state.out, softmax.finish_as(plan.spec, _totals(plan, state), plan.units, work.sink))
 
 
 def _work(plan: Plan, inputs: Inputs) -> Work:
@@ -135,11 +134,14 @@ def _attend(worker: Worker) -> State:
         _land(plan)  # the queries came with the first keys
         q = plgpu.load(worker.buffers.q, layout=plgpu.Layout.WGMMA)
     step = functools.partial(_step, worker, q)
-    state, first_unmasked = _initial_state(plan), jnp.int32(0)
+    state, first_unmasked, end = _initial_state(plan), jnp.int32(0), item.kv_end - item.kv_start
     if plan.some_masked:
         first_unmasked = schedule.first_unmasked(item)
         state = lax.fori_loop(0, first_unmasked, functools.partial(step, masked=True), state)
-    return lax.fori_loop(first_unmasked, item.kv_end - item.kv_start, functools.partial(step, masked=False), state)
+    if not plan.config.pipelined:
+        return lax.fori_loop(first_unmasked, end, functools.partial(step, masked=False), state)
+    pipelined = lambda: _attend_pipelined(worker, q, first_unmasked, end, state)  # noqa: E731
+    return lax.cond(first_unmasked < end, pipelined, lambda: state) if plan.some_masked else pipelined()
 
 
 def _initial_state(plan: Plan) -> State:
@@ -153,37 +155,120 @@ def _initial_state(plan: Plan) -> State:
 
 def _step(worker: Worker, q: jax.Array | None, step: jax.Array, state: State, *, masked: bool) -> State:
     """S = Q K^T of a block of keys, its softmax, and O += P V."""
-    plan, _, _, buffers, work = worker
-    instructions, units, config = plan.instructions, plan.units, plan.config
-    slot = _slot(plan, step)
+    plan = worker.plan
     _land(plan)
-    _copy_values(worker, step + (config.num_stages - 1))
-    scores = instructions.product(buffers.q if q is None else q, buffers.k.at[slot], transposed=True)
+    _copy_values(worker, step + (plan.config.num_stages - 1))
+    scores = _products(worker, q, step)
     _land(plan)
-    _copy_keys(worker, step + config.num_stages)
-    index = schedule.tile_index(config, work, schedule.selected_key_block(work.item, step), masked=masked)
-    tile = TileScores(plan.spec, work.scores, index, instructions)
+    _copy_keys(worker, step + plan.config.num_stages)
+    scores = _logits(worker, step, scores, masked=masked)
+    state = _with_room(plan, _aware_of(plan, state, scores))
+    p, state = _exponentials(plan, scores, state)
+    return _with_values(worker, step, p, state, masked=masked)
+
+
+def _attend_pipelined(worker: Worker, q: jax.Array | None, first: jax.Array, end: jax.Array, state: State) -> State:
+    """Over the blocks [first, end), none of them masked and one at least: a block's scores are there before its step,
+    so that in each basic block exponentials, which wait for nothing but these, stand beside products."""
+    plan = worker.plan
+    stages = plan.config.num_stages
+
+    def arrive(step: jax.Array) -> None:
+        """Wait for a step's values and the next one's keys; all warps have read the keys of this step and the values of
+        the one before."""
+        plan.instructions.wait_for_copies(2 * (stages - 2))
+        plan.instructions.commit()
+        _copy_values(worker, step + (stages - 1))
+        _copy_keys(worker, step + stages)
+
+    def body(step: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+        state, scores = carry
+        arrive(step)
+        state = _with_room(plan, state)
+        following = _products(worker, q, step + 1)
+        p, state = _exponentials(plan, scores, state)
+        following = _logits(worker, step + 1, following, masked=False)
+        state = _aware_of(plan, state, following)
+        return _with_values(worker, step, p, state, masked=False), following
+
+    _land(plan)
+    scores = _logits(worker, first, _products(worker, q, first), masked=False)
+    state, scores = lax.fori_loop(first, end - 1, body, (_aware_of(plan, state, scores), scores))
+    arrive(end - 1)
+    p, state = _exponentials(plan, scores, _with_room(plan, state))
+    return _with_values(worker, end - 1, p, state, masked=False)
+
+
+def _products(worker: Worker, q: jax.Array | None, step: jax.Array) -> jax.Array:
+    """Q K^T."""
+    plan, _, _, buffers, _ = worker
+    keys = buffers.k.at[_slot(plan, step)]
+    return plan.instructions.product(buffers.q if q is None else q, keys, transposed=True)
+
+
+def _tile(worker: Worker, step: jax.Array, *, masked: bool) -> TileScores:
+    plan, work = worker.plan, worker.work
+    index = schedule.tile_index(plan.config, work, schedule.selected_key_block(work.item, step), masked=masked)
+    return TileScores(plan.spec, work.scores, index, plan.instructions)
+
+
+def _logits(worker: Worker, step: jax.Array, scores: jax.Array, *, masked: bool) -> jax.Array:
+    """Of Q K^T, or that itself, if its softmax is taken with the scale."""
+    plan, tile = worker.plan, _tile(worker, step, masked=masked)
     if not plan.raw_scores:
         scores = tile.logits(scores)
-    if masked:
-        scores = tile.masked(scores, plan.kv_len_if_cut)
+    return tile.masked(scores, plan.kv_len_if_cut) if masked else scores
 
+
+def _aware_of(plan: Plan, state: State, scores: jax.Array) -> State:
+    """With the maxima of these scores, too."""
+    if plan.config.thread_statistics:
+        found = plan.units.of_scores(plan.instructions.thread_maxima(scores))
+    else:
+        found = softmax.maxima(scores, plan.units).max(axis=1)
+    return state._replace(m=jnp.maximum(state.m, found))
+
+
+def _with_room(plan: Plan, state: State) -> State:
+    """With another shift, if the maxima are too far ahead of it for exponentials."""
+    instructions, units = plan.instructions, plan.units
     out, m, shift, sums = state
-    m = jnp.maximum(m, softmax.maxima(scores, units).max(axis=1))
-    rescale = instructions.any(units.log2(m - shift) > config.rescale_threshold)
-    new_shift = lax.cond(rescale, lambda: m, lambda: shift)
+    rescale = instructions.any(units.log2(m - shift) > plan.config.rescale_threshold)
+    maxima = (lambda: instructions.row_maxima(m)) if plan.config.thread_statistics else (lambda: m)
+    new_shift = lax.cond(rescale, maxima, lambda: shift)
     out, sums = softmax.rescaled(rescale, units.log2(shift - new_shift), out, sums)
-    p = softmax.probabilities(scores, new_shift, units)
-    sums += softmax.fold(jnp.add, p).sum(axis=1)
+    return State(out, m, new_shift, sums)
+
+
+def _exponentials(plan: Plan, scores: jax.Array, state: State) -> tuple[jax.Array, State]:
+    """And the state with their sums."""
+    p = softmax.probabilities(scores, state.shift, plan.units)
+    if plan.config.thread_statistics:
+        sums = plan.instructions.thread_sums(p)
+    else:
+        sums = softmax.fold(jnp.add, p).sum(axis=1)
+    return p, state._replace(l=state.l + sums)
+
+
+def _with_values(worker: Worker, step: jax.Array, p: jax.Array, state: State, *, masked: bool) -> State:
+    """O += P V."""
+    plan, buffers, instructions = worker.plan, worker.buffers, worker.plan.instructions
+    slot, tile = _slot(plan, step), _tile(worker, step, masked=masked)
     weights = tile.kept(p).astype(plan.dtype)
     if plan.hides_values(masked=masked):
-        junk.clean(
-            buffers.v.at[slot], memory.tile_columns(buffers.v.shape, plan.dtype), buffers.junk, slot, instructions
-        )
-    out = instructions.product(weights, buffers.v.at[slot], out)
+        columns = memory.tile_columns(buffers.v.shape, plan.dtype)
+        junk.clean(buffers.v.at[slot], columns, buffers.junk, slot, instructions)
+    out = instructions.product(weights, buffers.v.at[slot], state.out)
     if plan.hides_values(masked=masked):
         junk.note_readers(lambda: tile, buffers.junk, slot, 0)
-    return State(out, m, new_shift, sums)
+    return state._replace(out=out)
+
+
+def _totals(plan: Plan, state: State) -> softmax.RowTotals:
+    if not plan.config.thread_statistics:
+        return softmax.RowTotals(state.m, state.shift, state.l)
+    instructions = plan.instructions
+    return softmax.RowTotals(instructions.row_maxima(state.m), state.shift, instructions.row_sums(state.l))
 
 
 def _store(worker: Worker, out: jax.Array, stats: softmax.FinalStatistics) -> None:

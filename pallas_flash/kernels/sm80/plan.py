@@ -44,6 +44,7 @@ class State(NamedTuple):
     m: jax.Array  # [block_q], the rows' maxima in the kernel's units
     shift: jax.Array  # [block_q], as in softmax.RowStatistics
     l: jax.Array  # noqa: E741  [block_q], sums of exp(logits - shift)
+    # m and l: those of each thread's own elements, with `ForwardConfig.thread_statistics`
 
 
 class Work(NamedTuple):
