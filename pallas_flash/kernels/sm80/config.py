@@ -18,6 +18,7 @@ CLEANED_ROWS = 64  # kernels/junk.py looks at so many values at once
 WARPGROUP, MAX_REGISTERS = 128, 255  # threads; of one of them
 OTHER_REGISTERS = 40  # of a thread: addresses, row statistics, fragments on the way
 WARPS_ROWS = "four warps multiply 16 rows each, once or twice"
+LOOPS = ("two_meetings", "one_meeting", "pipelined")
 EVERY_ITEM = 2**31 - 1  # CTAs: one for each work item, and the hardware gives an SM the next when it has room
 
 
@@ -31,8 +32,9 @@ class ForwardConfig:
 
     thread_statistics: threads that share a row exchange its maximum only where the accumulator is rescaled, and its sum
     in the end.
-    pipelined: in blocks without a mask a block's scores are made beside the exponentials of the one before, and all
-    warps meet once a block, not twice.
+    loop: how often all warps meet. "two_meetings": once for a block's keys and once for its values, each of which have
+    landed by then. "one_meeting": for both. "pipelined": likewise, and in blocks without a mask the next block's scores
+    are made beside the exponentials of this one.
     """
 
     block_q: int = 128
@@ -42,7 +44,7 @@ class ForwardConfig:
     head_group: int = 4  # heads whose tiles are worked on together, so that their keys stay in L2
     rescale_threshold: float = 8.0  # rescale the accumulator only when some maximum grew by more, in base 2
     thread_statistics: bool = False
-    pipelined: bool = False
+    loop: str = "two_meetings"
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -55,8 +57,14 @@ class ForwardConfig:
             raise ValueError(f"{self.head_group=} must be at least 1")
         if not 0 <= self.rescale_threshold <= 10:
             raise ValueError(f"{self.rescale_threshold=} must lie between 0 and 10: 2**threshold is kept in 16 bits")
-        if self.pipelined and self.num_stages == 1:
-            raise ValueError(f"{self.pipelined=} wants a num_stages of 2 or 3: keys are read while the next ones come")
+        if self.loop not in LOOPS:
+            raise ValueError(f"{self.loop=} must be one of {', '.join(LOOPS)}")
+        if self.one_meeting and self.num_stages == 1:
+            raise ValueError(f"{self.loop=} wants a num_stages of 2 or 3: keys are read while the next ones come")
+
+    @property
+    def one_meeting(self) -> bool:
+        return self.loop != "two_meetings"
 
     @property
     def tile_q(self) -> int:

@@ -71,10 +71,11 @@ def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers) ->
     if buffers.junk is not None:
         junk.forget(buffers.junk, 0, instructions)
     instructions.load(inputs.q, Rows(work.item.batch, work.q_base, work.item.head, plan.config.block_q), buffers.q)
-    _copy_keys(worker, jnp.int32(0))
     for stage in range(plan.config.num_stages - 1):
+        _copy_keys(worker, jnp.int32(stage))
         _copy_values(worker, jnp.int32(stage))
-        _copy_keys(worker, jnp.int32(stage + 1))
+    if not plan.config.one_meeting:
+        _copy_keys(worker, jnp.int32(plan.config.num_stages - 1))
     state = _attend(worker)
     _store(worker, state.out, softmax.finish_as(plan.spec, _totals(plan, state), plan.units, work.sink))
 
@@ -117,8 +118,9 @@ def _copy(worker: Worker, source: Ref, buffer: Ref, step: jax.Array) -> None:
 
 
 def _land(plan: Plan) -> None:
-    """Wait for the oldest copy that has not been waited for; all warps have then read what was copied before it."""
-    plan.instructions.wait_for_copies(2 * (plan.config.num_stages - 1))
+    """Wait for the oldest copy that has not been waited for, with one meeting a block for the oldest two; all warps
+    have then read what was copied before."""
+    plan.instructions.wait_for_copies(2 * (plan.config.num_stages - (2 if plan.config.one_meeting else 1)))
     plan.instructions.commit()
 
 
@@ -138,7 +140,7 @@ def _attend(worker: Worker) -> State:
     if plan.some_masked:
         first_unmasked = schedule.first_unmasked(item)
         state = lax.fori_loop(0, first_unmasked, functools.partial(step, masked=True), state)
-    if not plan.config.pipelined:
+    if plan.config.loop != "pipelined":
         return lax.fori_loop(first_unmasked, end, functools.partial(step, masked=False), state)
     pipelined = lambda: _attend_pipelined(worker, q, first_unmasked, end, state)  # noqa: E731
     return lax.cond(first_unmasked < end, pipelined, lambda: state) if plan.some_masked else pipelined()
@@ -156,11 +158,15 @@ def _initial_state(plan: Plan) -> State:
 def _step(worker: Worker, q: jax.Array | None, step: jax.Array, state: State, *, masked: bool) -> State:
     """S = Q K^T of a block of keys, its softmax, and O += P V."""
     plan = worker.plan
+    one_meeting, following = plan.config.one_meeting, step + (plan.config.num_stages - 1)
     _land(plan)
-    _copy_values(worker, step + (plan.config.num_stages - 1))
+    if one_meeting:
+        _copy_keys(worker, following)
+    _copy_values(worker, following)
     scores = _products(worker, q, step)
-    _land(plan)
-    _copy_keys(worker, step + plan.config.num_stages)
+    if not one_meeting:
+        _land(plan)
+        _copy_keys(worker, following + 1)
     scores = _logits(worker, step, scores, masked=masked)
     state = _with_room(plan, _aware_of(plan, state, scores))
     p, state = _exponentials(plan, scores, state)
@@ -171,30 +177,29 @@ def _attend_pipelined(worker: Worker, q: jax.Array | None, first: jax.Array, end
     """Over the blocks [first, end), none of them masked and one at least: a block's scores are there before its step,
     so that in each basic block exponentials, which wait for nothing but these, stand beside products."""
     plan = worker.plan
-    stages = plan.config.num_stages
+    following = plan.config.num_stages - 1
 
-    def arrive(step: jax.Array) -> None:
-        """Wait for a step's values and the next one's keys; all warps have read the keys of this step and the values of
-        the one before."""
-        plan.instructions.wait_for_copies(2 * (stages - 2))
-        plan.instructions.commit()
-        _copy_values(worker, step + (stages - 1))
-        _copy_keys(worker, step + stages)
+    def land(step: jax.Array) -> None:
+        """A step's values, and the keys after it."""
+        _land(plan)
+        _copy_values(worker, step + following)
+        _copy_keys(worker, step + following + 1)
 
     def body(step: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state, scores = carry
-        arrive(step)
+        land(step)
         state = _with_room(plan, state)
-        following = _products(worker, q, step + 1)
+        ahead = _products(worker, q, step + 1)
         p, state = _exponentials(plan, scores, state)
-        following = _logits(worker, step + 1, following, masked=False)
-        state = _aware_of(plan, state, following)
-        return _with_values(worker, step, p, state, masked=False), following
+        ahead = _logits(worker, step + 1, ahead, masked=False)
+        state = _aware_of(plan, state, ahead)
+        return _with_values(worker, step, p, state, masked=False), ahead
 
     _land(plan)
+    _copy_keys(worker, first + following)
     scores = _logits(worker, first, _products(worker, q, first), masked=False)
     state, scores = lax.fori_loop(first, end - 1, body, (_aware_of(plan, state, scores), scores))
-    arrive(end - 1)
+    land(end - 1)
     p, state = _exponentials(plan, scores, _with_room(plan, state))
     return _with_values(worker, end - 1, p, state, masked=False)
 
@@ -243,10 +248,8 @@ def _with_room(plan: Plan, state: State) -> State:
 def _exponentials(plan: Plan, scores: jax.Array, state: State) -> tuple[jax.Array, State]:
     """And the state with their sums."""
     p = softmax.probabilities(scores, state.shift, plan.units)
-    if plan.config.thread_statistics:
-        sums = plan.instructions.thread_sums(p)
-    else:
-        sums = softmax.fold(jnp.add, p).sum(axis=1)
+    own = plan.config.thread_statistics
+    sums = plan.instructions.thread_sums(p) if own else softmax.fold(jnp.add, p).sum(axis=1)
     return p, state._replace(l=state.l + sums)
 
 
