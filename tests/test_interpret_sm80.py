@@ -31,12 +31,13 @@ SMALL = ForwardConfig(block_q=64)
 LARGE = ForwardConfig(num_stages=2, rescale_threshold=4.0)
 HELD = ForwardConfig(block_q=64, num_stages=3, q_in_registers=True, thread_statistics=True, loop="one_meeting")
 AHEAD = dataclasses.replace(LARGE, thread_statistics=True, loop="pipelined")
+THREE = dataclasses.replace(AHEAD, block_q=64, block_kv=32, num_stages=3, warpgroups=3)
 PAIR = KeysConfig(part_q=32, fused=True, warpgroups=2)
 
 # Of the cases of the Hopper kernels, those that reach a path of their own here.
 FORWARD = {
     "causal, grouped heads": AHEAD,
-    "no turns, different head dims, one query": dataclasses.replace(AHEAD, block_q=64, block_kv=32, num_stages=3),
+    "no turns, different head dims, one query": THREE,
     "window, dead rows, a sink of -inf": HELD,
     "everything": LARGE,
 }

@@ -186,6 +186,7 @@ def test_what_it_cannot_do_it_refuses():
         (ForwardConfig, {"block_kv": 40}),
         (ForwardConfig, {"num_stages": 4}),
         (ForwardConfig, {"rescale_threshold": 20.0}),
+        (ForwardConfig, {"warpgroups": 4}),
         (ForwardConfig, {"loop": "sideways"}),
         (ForwardConfig, {"loop": "pipelined", "num_stages": 1}),
         (QueriesConfig, {"block_q": 32}),

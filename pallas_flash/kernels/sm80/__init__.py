@@ -73,5 +73,5 @@ def forward_fits(config: ForwardConfig, spec: AttentionSpec, operands: Operands)
     hides = bool(spec.mask) or operands.bias is not None
     dims = padded_head_dims(operands.shapes, COLUMN_UNIT)
     needed = config.shared_bytes(dims, operands.q.dtype.itemsize, hides_values=hides)
-    cleanable = not hides or config.block_kv >= CLEANED_ROWS
+    cleanable = not hides or (config.block_kv >= CLEANED_ROWS and config.warpgroups == 1)
     return cleanable and needed <= max_shared_bytes(support.compute_capability())

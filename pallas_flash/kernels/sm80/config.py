@@ -28,13 +28,15 @@ def max_shared_bytes(capability: tuple[int, int] | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """One CTA is a warpgroup that holds `block_q` queries and walks over keys in blocks of `block_kv`.
+    """A warpgroup holds `block_q` queries and walks over keys in blocks of `block_kv`. One is a CTA.
 
     thread_statistics: threads that share a row exchange its maximum only where the accumulator is rescaled, and its sum
     in the end.
     loop: how often all warps meet. "two_meetings": once for a block's keys and once for its values, each of which have
     landed by then. "one_meeting": for both. "pipelined": likewise, and in blocks without a mask the next block's scores
     are made beside the exponentials of this one.
+    warpgroups: of a CTA, each with queries and buffers of its own, as if it were one. Only the compiler sees a
+    difference: it gives a thread of three 168 registers at most, and an SM then has room for three.
     """
 
     block_q: int = 128
@@ -45,6 +47,7 @@ class ForwardConfig:
     rescale_threshold: float = 8.0  # rescale the accumulator only when some maximum grew by more, in base 2
     thread_statistics: bool = False
     loop: str = "two_meetings"
+    warpgroups: int = 1
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -57,6 +60,8 @@ class ForwardConfig:
             raise ValueError(f"{self.head_group=} must be at least 1")
         if not 0 <= self.rescale_threshold <= 10:
             raise ValueError(f"{self.rescale_threshold=} must lie between 0 and 10: 2**threshold is kept in 16 bits")
+        if self.warpgroups not in (1, 2, 3):
+            raise ValueError(f"{self.warpgroups=} must be 1, 2 or 3")
         if self.loop not in LOOPS:
             raise ValueError(f"{self.loop=} must be one of {', '.join(LOOPS)}")
         if self.one_meeting and self.num_stages == 1:
@@ -84,7 +89,7 @@ class ForwardConfig:
         k, v = (self.num_stages * self.block_kv * dim * itemsize for dim in head_dims)
         junk = (self.num_stages * 4, self.num_stages * self.block_kv * 4, self.block_q * 4) if hides_values else ()
         buffers = (q, k, v, out if self.out_has_own_buffer(head_dims) else 0, *junk)
-        return sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers)
+        return self.warpgroups * sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,8 +48,10 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
         functools.partial(_kernel, plan),
         out_type=(Residuals(out_type, row_type, row_type),),
         scratch_types=(plan_.buffers(plan),),
-        grid=(work.shape[0],),
+        grid=(-(-work.shape[0] // config.warpgroups),),
         grid_names=("cta",),
+        num_threads=config.warpgroups,
+        thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
         kernel_name="flash_attention_forward_sm80",
@@ -66,8 +68,21 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers) -> None:
-    worker = Worker(plan, inputs, outputs, buffers, _work(plan, inputs))
-    work, instructions = worker.work, plan.instructions
+    """Each warpgroup for itself."""
+    count, index = plan.config.warpgroups, lax.axis_index("cta")
+    if count == 1:
+        _work_on(Worker(plan, inputs, outputs, buffers, _work(plan, inputs, index)))
+        return
+    wg = lax.axis_index("wg")
+    index = index * count + wg
+    own = Buffers(*(None if buffer is None else buffer.at[wg] for buffer in buffers))
+    work = lambda: _work_on(Worker(plan, inputs, outputs, own, _work(plan, inputs, index)))  # noqa: E731
+    pl.when(index < inputs.work.shape[0])(work)
+
+
+def _work_on(worker: Worker) -> None:
+    plan, inputs, _, buffers, work = worker
+    instructions = plan.instructions
     if buffers.junk is not None:
         junk.forget(buffers.junk, 0, instructions)
     instructions.load(inputs.q, Rows(work.item.batch, work.q_base, work.item.head, plan.config.block_q), buffers.q)
@@ -80,8 +95,8 @@ def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers) ->
     _store(worker, state.out, softmax.finish_as(plan.spec, _totals(plan, state), plan.units, work.sink))
 
 
-def _work(plan: Plan, inputs: Inputs) -> Work:
-    item = schedule.load_item(inputs.work, lax.axis_index("cta"), jnp.int32(0))
+def _work(plan: Plan, inputs: Inputs, index: jax.Array) -> Work:
+    item = schedule.load_item(inputs.work, index, jnp.int32(0))
     item = WorkItem(*map(plan.instructions.uniform, item))
     return Work(
         item=item,

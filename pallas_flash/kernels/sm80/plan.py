@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -101,16 +100,20 @@ class Plan:
 
 
 def buffers(plan: Plan) -> Buffers:
+    """Of a CTA; with several warpgroups, those of each of them side by side."""
     shapes, config = plan.shapes, plan.config
     head_dims = shapes.head_dim, shapes.value_head_dim
     stages, block_q, block_kv = config.num_stages, config.block_q, config.block_kv
-    matrix = functools.partial(memory.matrix, dtype=plan.dtype)
+    hides = plan.hides_values(masked=True)
+    assert not hides or config.warpgroups == 1, "forward_fits() refuses it"
+    each = (config.warpgroups,) if config.warpgroups > 1 else ()
+    matrix = lambda *shape: memory.matrix((*each, *shape), plan.dtype)  # noqa: E731
     return Buffers(
-        q=matrix((block_q, shapes.head_dim)),
-        k=matrix((stages, block_kv, shapes.head_dim)),
-        v=matrix((stages, block_kv, shapes.value_head_dim)),
-        out=matrix((block_q, shapes.value_head_dim)) if config.out_has_own_buffer(head_dims) else None,
-        junk=_junk(config) if plan.hides_values(masked=True) else None,
+        q=matrix(block_q, shapes.head_dim),
+        k=matrix(stages, block_kv, shapes.head_dim),
+        v=matrix(stages, block_kv, shapes.value_head_dim),
+        out=matrix(block_q, shapes.value_head_dim) if config.out_has_own_buffer(head_dims) else None,
+        junk=_junk(config) if hides else None,
     )
 
 
