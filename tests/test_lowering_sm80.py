@@ -187,6 +187,7 @@ def test_what_it_cannot_do_it_refuses():
         (ForwardConfig, {"num_stages": 4}),
         (ForwardConfig, {"rescale_threshold": 20.0}),
         (ForwardConfig, {"warpgroups": 4}),
+        (ForwardConfig, {"shares_keys": True}),
         (ForwardConfig, {"loop": "sideways"}),
         (ForwardConfig, {"loop": "pipelined", "num_stages": 1}),
         (QueriesConfig, {"block_q": 32}),

@@ -37,6 +37,7 @@ class ForwardConfig:
     are made beside the exponentials of this one.
     warpgroups: of a CTA, each with queries and buffers of its own, as if it were one. Only the compiler sees a
     difference: it gives a thread of three 168 registers at most, and an SM then has room for three.
+    shares_keys: they work on neighbouring queries of one head, and have the same blocks of keys and values.
     """
 
     block_q: int = 128
@@ -48,6 +49,7 @@ class ForwardConfig:
     thread_statistics: bool = False
     loop: str = "two_meetings"
     warpgroups: int = 1
+    shares_keys: bool = False
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -62,6 +64,8 @@ class ForwardConfig:
             raise ValueError(f"{self.rescale_threshold=} must lie between 0 and 10: 2**threshold is kept in 16 bits")
         if self.warpgroups not in (1, 2, 3):
             raise ValueError(f"{self.warpgroups=} must be 1, 2 or 3")
+        if self.shares_keys and self.warpgroups == 1:
+            raise ValueError(f"{self.shares_keys=} wants a warpgroups of 2 or 3, who share them")
         if self.loop not in LOOPS:
             raise ValueError(f"{self.loop=} must be one of {', '.join(LOOPS)}")
         if self.one_meeting and self.num_stages == 1:
@@ -73,7 +77,12 @@ class ForwardConfig:
 
     @property
     def tile_q(self) -> int:
-        return self.block_q
+        return self.block_q * (self.warpgroups if self.shares_keys else 1)
+
+    @property
+    def items(self) -> int:
+        """Of a CTA, of the schedule's."""
+        return 1 if self.shares_keys else self.warpgroups
 
     @property
     def num_ctas(self) -> int:
@@ -81,15 +90,16 @@ class ForwardConfig:
 
     def out_has_own_buffer(self, head_dims: tuple[int, int]) -> bool:
         """On its way out O takes the place of the queries, or of a block of values, if it fits there."""
-        return head_dims[0] != head_dims[1] and self.block_q > self.block_kv
+        return head_dims[0] != head_dims[1] and (self.shares_keys or self.block_q > self.block_kv)
 
     def shared_bytes(self, head_dims: tuple[int, int], itemsize: int, *, hides_values: bool) -> int:
         """What a CTA needs, for padded head dims. hides_values: whether some values may need cleaning (junk.py)."""
         q, out = (self.block_q * dim * itemsize for dim in head_dims)
         k, v = (self.num_stages * self.block_kv * dim * itemsize for dim in head_dims)
         junk = (self.num_stages * 4, self.num_stages * self.block_kv * 4, self.block_q * 4) if hides_values else ()
-        buffers = (q, k, v, out if self.out_has_own_buffer(head_dims) else 0, *junk)
-        return self.warpgroups * sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers)
+        own, keys = (q, out if self.out_has_own_buffer(head_dims) else 0), (k, v, *junk)
+        size = lambda buffers: sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers)  # noqa: E731
+        return self.warpgroups * size(own) + self.items * size(keys)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
     """interpret: `plgpu.InterpretGPUParams` to run the kernel in Pallas' interpreter."""
     shapes = operands.shapes
     # Copies of 16 bytes; the interpreter wants whole tiles.
-    rows, columns = ((1, 1), ROW_UNIT) if interpret is None else ((config.block_q, config.block_kv), COLUMN_UNIT)
+    rows, columns = ((1, 1), ROW_UNIT) if interpret is None else ((config.tile_q, config.block_kv), COLUMN_UNIT)
     q, k, v = (padded(x, n, columns) for x, n in zip(operands[:3], (*rows, rows[1]), strict=True))
     head_dim, value_head_dim = padded_head_dims(shapes, COLUMN_UNIT)
     held = shapes._replace(head_dim=head_dim, value_head_dim=value_head_dim)
@@ -47,8 +47,8 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan),
         out_type=(Residuals(out_type, row_type, row_type),),
-        scratch_types=(plan_.buffers(plan),),
-        grid=(-(-work.shape[0] // config.warpgroups),),
+        scratch_types=(plan_.buffers(plan, interpreted=interpret is not None),),
+        grid=(-(-work.shape[0] // config.items),),
         grid_names=("cta",),
         num_threads=config.warpgroups,
         thread_name="wg",
@@ -68,16 +68,15 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers) -> None:
-    """Each warpgroup for itself."""
-    count, index = plan.config.warpgroups, lax.axis_index("cta")
-    if count == 1:
-        _work_on(Worker(plan, inputs, outputs, buffers, _work(plan, inputs, index)))
-        return
-    wg = lax.axis_index("wg")
-    index = index * count + wg
-    own = Buffers(*(None if buffer is None else buffer.at[wg] for buffer in buffers))
-    work = lambda: _work_on(Worker(plan, inputs, outputs, own, _work(plan, inputs, index)))  # noqa: E731
-    pl.when(index < inputs.work.shape[0])(work)
+    """Each warpgroup for itself, but for keys that they share."""
+    config, index, wg = plan.config, lax.axis_index("cta"), jnp.int32(0)
+    if config.warpgroups > 1:
+        wg = lax.axis_index("wg")
+        buffers = buffers.of_warpgroup(wg)
+    if config.items > 1:
+        index = index * config.items + wg
+    work_on = lambda: _work_on(Worker(plan, inputs, outputs, buffers, _work(plan, inputs, index, wg)))  # noqa: E731
+    work_on() if config.items == 1 else pl.when(index < inputs.work.shape[0])(work_on)
 
 
 def _work_on(worker: Worker) -> None:
@@ -95,12 +94,15 @@ def _work_on(worker: Worker) -> None:
     _store(worker, state.out, softmax.finish_as(plan.spec, _totals(plan, state), plan.units, work.sink))
 
 
-def _work(plan: Plan, inputs: Inputs, index: jax.Array) -> Work:
+def _work(plan: Plan, inputs: Inputs, index: jax.Array, wg: jax.Array) -> Work:
     item = schedule.load_item(inputs.work, index, jnp.int32(0))
     item = WorkItem(*map(plan.instructions.uniform, item))
+    q_base = item.qi * plan.config.tile_q
+    if plan.config.shares_keys:
+        q_base += wg * plan.config.block_q
     return Work(
         item=item,
-        q_base=item.qi * plan.config.block_q,
+        q_base=q_base,
         sink=None if inputs.sinks is None else inputs.sinks[item.head],
         q_offset=inputs.scores.q_offset_of(plan.spec, item.batch),
         scores=inputs.scores.of(plan.spec, item.batch),
@@ -112,17 +114,22 @@ def _work(plan: Plan, inputs: Inputs, index: jax.Array) -> Work:
 
 
 def _copy_keys(worker: Worker, step: jax.Array) -> None:
-    _copy(worker, worker.inputs.k, worker.buffers.k, step)
+    _copy(worker, worker.inputs.k, worker.buffers.k, step, by=0)
 
 
 def _copy_values(worker: Worker, step: jax.Array) -> None:
-    _copy(worker, worker.inputs.v, worker.buffers.v, step)
+    _copy(worker, worker.inputs.v, worker.buffers.v, step, by=1)
 
 
-def _copy(worker: Worker, source: Ref, buffer: Ref, step: jax.Array) -> None:
+def _copy(worker: Worker, source: Ref, buffer: Ref, step: jax.Array, *, by: int) -> None:
+    """by: the warpgroup that does so, if several share keys. The groups of the others are empty."""
     plan, item = worker.plan, worker.work.item
+    wanted = step < item.kv_end - item.kv_start
+    if plan.config.shares_keys:
+        # Asked in each step: a register for it throughout the loop would be one too many at head size 128.
+        wanted = jnp.logical_and(wanted, lax.axis_index("wg") == by)
 
-    @pl.when(step < item.kv_end - item.kv_start)
+    @pl.when(wanted)
     def _() -> None:
         block_kv = plan.config.block_kv
         kv_head = lax.div(item.head, jnp.int32(plan.shapes.q_heads_per_kv_head))
@@ -132,11 +139,12 @@ def _copy(worker: Worker, source: Ref, buffer: Ref, step: jax.Array) -> None:
     plan.instructions.commit_copies()
 
 
-def _land(plan: Plan) -> None:
+def _land(worker: Worker) -> None:
     """Wait for the oldest copy that has not been waited for, with one meeting a block for the oldest two; all warps
     have then read what was copied before."""
-    plan.instructions.wait_for_copies(2 * (plan.config.num_stages - (2 if plan.config.one_meeting else 1)))
-    plan.instructions.commit()
+    config, instructions, meeting = worker.plan.config, worker.plan.instructions, worker.buffers.meeting
+    instructions.wait_for_copies(2 * (config.num_stages - (2 if config.one_meeting else 1)))
+    instructions.commit() if meeting is None else meeting.hold()
 
 
 def _slot(plan: Plan, step: jax.Array) -> jax.Array:
@@ -148,7 +156,7 @@ def _attend(worker: Worker) -> State:
     plan, item = worker.plan, worker.work.item
     q = None
     if plan.config.q_in_registers:
-        _land(plan)  # the queries came with the first keys
+        _land(worker)  # the queries came with the first keys
         q = plgpu.load(worker.buffers.q, layout=plgpu.Layout.WGMMA)
     step = functools.partial(_step, worker, q)
     state, first_unmasked, end = _initial_state(plan), jnp.int32(0), item.kv_end - item.kv_start
@@ -174,13 +182,13 @@ def _step(worker: Worker, q: jax.Array | None, step: jax.Array, state: State, *,
     """S = Q K^T of a block of keys, its softmax, and O += P V."""
     plan = worker.plan
     one_meeting, following = plan.config.one_meeting, step + (plan.config.num_stages - 1)
-    _land(plan)
+    _land(worker)
     if one_meeting:
         _copy_keys(worker, following)
     _copy_values(worker, following)
     scores = _products(worker, q, step)
     if not one_meeting:
-        _land(plan)
+        _land(worker)
         _copy_keys(worker, following + 1)
     scores = _logits(worker, step, scores, masked=masked)
     state = _with_room(plan, _aware_of(plan, state, scores))
@@ -196,7 +204,7 @@ def _attend_pipelined(worker: Worker, q: jax.Array | None, first: jax.Array, end
 
     def land(step: jax.Array) -> None:
         """A step's values, and the keys after it."""
-        _land(plan)
+        _land(worker)
         _copy_values(worker, step + following)
         _copy_keys(worker, step + following + 1)
 
@@ -210,7 +218,7 @@ def _attend_pipelined(worker: Worker, q: jax.Array | None, first: jax.Array, end
         state = _aware_of(plan, state, ahead)
         return _with_values(worker, step, p, state, masked=False), ahead
 
-    _land(plan)
+    _land(worker)
     _copy_keys(worker, first + following)
     scores = _logits(worker, first, _products(worker, q, first), masked=False)
     state, scores = lax.fori_loop(first, end - 1, body, (_aware_of(plan, state, scores), scores))
