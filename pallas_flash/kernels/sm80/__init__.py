@@ -1,4 +1,4 @@
-"""Every NVIDIA GPU since Ampere (compute capability 8.0): mma.sync, cp.async, one or two warpgroups a CTA.
+"""Every NVIDIA GPU since Ampere (compute capability 8.0): mma.sync, cp.async, one to three warpgroups a CTA.
 
 Nothing here needs a newer GPU, and all of it runs on newer ones. Gradients come from one kernel, which adds dQ up in
 device memory, where the tiles say so (`KeysConfig.fused`). With deterministic=True or a bias, or too little shared

@@ -1,9 +1,9 @@
-"""FlashAttention forward for every GPU since Ampere: mma.sync and cp.async, one warpgroup a CTA.
+"""FlashAttention forward for every GPU since Ampere: mma.sync and cp.async.
 
-A CTA holds 64 or 128 queries and walks over the keys in blocks (FlashAttention-2, sections 3.1 to 3.3). Its four warps
-have rows of their own: P goes from the registers of S into those of the second product. Blocks of keys and of values
-are copied in turn while the other is multiplied; two CTAs on an SM overlap the softmax of one with products of the
-other.
+A warpgroup, which is a CTA unless the configuration says otherwise, holds 64 or 128 queries and walks over the keys in
+blocks (FlashAttention-2, sections 3.1 to 3.3). Its four warps have rows of their own: P goes from the registers of S
+into those of the second product. Blocks of keys and of values are copied in turn while the other is multiplied; two
+CTAs on an SM overlap the softmax of one with products of the other.
 """
 
 from __future__ import annotations
