@@ -29,12 +29,15 @@ from tests.test_interpret_backward import TOLERANCE, errors
 ROOT = Path(__file__).parent.parent
 SMALL = ForwardConfig(block_q=64)
 LARGE = ForwardConfig(num_stages=2, rescale_threshold=4.0)
-HELD = ForwardConfig(block_q=64, num_stages=3, q_in_registers=True)
+HELD = ForwardConfig(block_q=64, num_stages=3, q_in_registers=True, thread_statistics=True, loop="one_meeting")
+AHEAD = dataclasses.replace(LARGE, thread_statistics=True, loop="pipelined")
+THREE = dataclasses.replace(AHEAD, block_q=64, block_kv=32, num_stages=3, warpgroups=3)
 PAIR = KeysConfig(part_q=32, fused=True, warpgroups=2)
 
 # Of the cases of the Hopper kernels, those that reach a path of their own here.
 FORWARD = {
-    "causal, grouped heads": LARGE,
+    "causal, grouped heads": AHEAD,
+    "no turns, different head dims, one query": THREE,
     "window, dead rows, a sink of -inf": HELD,
     "everything": LARGE,
 }
@@ -96,6 +99,12 @@ def check_backward(spec: AttentionSpec, operands: Operands, configs: Configs) ->
     assert max(found.values()) < TOLERANCE, found
 
 
+def check_that_warpgroups_may_share_keys() -> None:
+    """With queries that do not fill the last one's tile, and keys that do not fill a block."""
+    config = dataclasses.replace(AHEAD, block_q=64, block_kv=32, warpgroups=2, shares_keys=True)
+    check_forward(AttentionSpec(0.125), operands_of(1, 180, 140, 2, 1, (64, 32)), config)
+
+
 def check_that_hidden_junk_stays_hidden() -> None:
     """NaN and Inf in rows of v: a query that may read one becomes NaN, all others are as without."""
     clean = operands_of(1, 192, 192, 2, 1, (64, 64), mask=((),))
@@ -145,6 +154,7 @@ def check_that_a_wrong_mask_is_noticed() -> None:
 
 
 MORE_CHECKS = (
+    check_that_warpgroups_may_share_keys,
     check_that_hidden_junk_stays_hidden,
     check_that_hidden_rows_reach_no_gradient,
     check_that_a_wrong_mask_is_noticed,

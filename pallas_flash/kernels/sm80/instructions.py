@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels import additions, cp_async, elements, mma
+from pallas_flash.kernels import additions, cp_async, elements, mma, row_parts
 from pallas_flash.kernels.tma import Rows
 
 Ref = Any
@@ -34,6 +34,16 @@ class Instructions(elements.Elements, Protocol):
     def keep(self, tile: jax.Array, buffer: Ref) -> None:
         """See `mma.store`."""
 
+    def thread_maxima(self, tile: jax.Array) -> jax.Array:
+        """See `row_parts`, and likewise the next three."""
+        ...
+
+    def thread_sums(self, tile: jax.Array) -> jax.Array: ...
+
+    def row_maxima(self, parts: jax.Array) -> jax.Array: ...
+
+    def row_sums(self, parts: jax.Array) -> jax.Array: ...
+
     def load(self, source: Ref, rows: Rows, buffer: Ref) -> None:
         """See `cp_async.load`, and likewise the next four."""
 
@@ -54,6 +64,10 @@ class Compiled:
     product = staticmethod(mma.product)
     product_by_columns = staticmethod(mma.product_by_columns)
     keep = staticmethod(mma.store)
+    thread_maxima = staticmethod(row_parts.thread_maxima)
+    thread_sums = staticmethod(row_parts.thread_sums)
+    row_maxima = staticmethod(row_parts.row_maxima)
+    row_sums = staticmethod(row_parts.row_sums)
     load = staticmethod(cp_async.load)
     load_rows = staticmethod(cp_async.load_rows)
     commit_copies = staticmethod(cp_async.commit)
@@ -91,6 +105,18 @@ class Interpreted:
 
     def keep(self, tile: jax.Array, buffer: Ref) -> None:
         buffer[...] = tile
+
+    def thread_maxima(self, tile: jax.Array) -> jax.Array:
+        return tile.max(axis=1)
+
+    def thread_sums(self, tile: jax.Array) -> jax.Array:
+        return tile.sum(axis=1)
+
+    def row_maxima(self, parts: jax.Array) -> jax.Array:
+        return parts
+
+    def row_sums(self, parts: jax.Array) -> jax.Array:
+        return parts
 
     def load(self, source: Ref, rows: Rows, buffer: Ref) -> None:
         buffer[...] = source[rows.batch, pl.ds(rows.start, rows.size), rows.head]

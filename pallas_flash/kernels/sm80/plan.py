@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels import junk, memory, softmax, static_facts
+from pallas_flash.kernels.barriers import Meeting, NamedMeeting
 from pallas_flash.kernels.schedule import WorkItem
 from pallas_flash.kernels.sm80.config import ForwardConfig
 from pallas_flash.kernels.sm80.instructions import Instructions
@@ -35,6 +36,11 @@ class Buffers(NamedTuple):
     v: Ref  # [stages, block_kv, Hv]
     out: Ref | None  # [block_q, Hv]; None: takes the place of q, or of v
     junk: junk.Junk | None  # of v; None: nothing in a block of values is hidden
+    meeting: Meeting | NamedMeeting | None  # of warpgroups that share keys
+
+    def of_warpgroup(self, wg: jax.Array) -> Buffers:
+        own = self._replace(q=self.q.at[wg], out=None if self.out is None else self.out.at[wg])
+        return own if self.meeting is not None else own._replace(k=self.k.at[wg], v=self.v.at[wg])
 
 
 class State(NamedTuple):
@@ -44,10 +50,11 @@ class State(NamedTuple):
     m: jax.Array  # [block_q], the rows' maxima in the kernel's units
     shift: jax.Array  # [block_q], as in softmax.RowStatistics
     l: jax.Array  # noqa: E741  [block_q], sums of exp(logits - shift)
+    # m and l: those of each thread's own elements, with `ForwardConfig.thread_statistics`
 
 
 class Work(NamedTuple):
-    """What this CTA works on."""
+    """What a warpgroup works on."""
 
     item: WorkItem
     q_base: jax.Array
@@ -57,7 +64,7 @@ class Work(NamedTuple):
 
 
 class Worker(NamedTuple):
-    """A CTA with its work, and everything that it works with."""
+    """A warpgroup with its work, and everything that it works with."""
 
     plan: Plan
     inputs: Inputs
@@ -99,17 +106,25 @@ class Plan:
         return softmax.units_of(self.spec, any_logits=self.any_logits)
 
 
-def buffers(plan: Plan) -> Buffers:
+def buffers(plan: Plan, *, interpreted: bool) -> Buffers:
+    """Of a CTA; with several warpgroups, those of each of them side by side."""
     shapes, config = plan.shapes, plan.config
     head_dims = shapes.head_dim, shapes.value_head_dim
     stages, block_q, block_kv = config.num_stages, config.block_q, config.block_kv
-    matrix = functools.partial(memory.matrix, dtype=plan.dtype)
+    hides = plan.hides_values(masked=True)
+    assert not hides or config.warpgroups == 1, "forward_fits() refuses it"
+    several = lambda count: (count,) if count > 1 else ()  # noqa: E731
+    of_queries = lambda dim: memory.matrix((*several(config.warpgroups), block_q, dim), plan.dtype)  # noqa: E731
+    of_keys = lambda dim: memory.matrix((*several(config.items), stages, block_kv, dim), plan.dtype)  # noqa: E731
+    wgs = config.warpgroups
+    meeting = Meeting(plgpu.Barrier(num_arrivals=wgs)) if interpreted else NamedMeeting(wgs, fenced=False)
     return Buffers(
-        q=matrix((block_q, shapes.head_dim)),
-        k=matrix((stages, block_kv, shapes.head_dim)),
-        v=matrix((stages, block_kv, shapes.value_head_dim)),
-        out=matrix((block_q, shapes.value_head_dim)) if config.out_has_own_buffer(head_dims) else None,
-        junk=_junk(config) if plan.hides_values(masked=True) else None,
+        q=of_queries(shapes.head_dim),
+        k=of_keys(shapes.head_dim),
+        v=of_keys(shapes.value_head_dim),
+        out=of_queries(shapes.value_head_dim) if config.out_has_own_buffer(head_dims) else None,
+        junk=_junk(config) if hides else None,
+        meeting=meeting if config.shares_keys else None,
     )
 
 
