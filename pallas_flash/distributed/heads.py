@@ -64,7 +64,8 @@ def in_groups(count: int, function: Callable[[Group], Any], axes: Any) -> Any:
 
     def whole(part: jax.ShapeDtypeStruct, axis: int) -> Array:
         shape = [n * count if i == axis else n for i, n in enumerate(part.shape)]
-        return vary(jnp.zeros(shape, part.dtype), tuple(part.manual_axis_type.varying))
+        varying = part.manual_axis_type.varying if part.manual_axis_type else ()
+        return vary(jnp.zeros(shape, part.dtype), tuple(varying))
 
     def step(results: Any, number: Array) -> tuple[Any, None]:
         group = Group(number, count)

@@ -118,7 +118,7 @@ def _ring(local: Local, order: Order, implementation: str | None, groups: int) -
     some = Group(jnp.int32(0), groups).part_of(spec, operands._replace(sinks=None))
     step = Step(jnp.int32(0), jnp.int32(0), steps.keys_of(spec, some))
     pair = Pair(0, 0, always=False, masked=True, offset=None)
-    part_spec, part = steps.part_of(ring, some, pair, step, steps.Chunks(0, 0))
+    part_spec, part = steps.part_of(ring, some, pair, step, steps.Blocks(0, 0))
     choice = dispatch.choose(part_spec, part, implementation, dispatch.TABLE)
     if choice.default is reference:
         raise NotImplementedError("ring_attention: implementation='reference' has no backward pass of its own")
@@ -141,8 +141,8 @@ def _attend_fwd(ring: Ring, operands: Operands) -> tuple[autodiff.Output, tuple[
 def _forward(ring: Ring, operands: Operands) -> autodiff.Output:
     dtype = accumulator_dtype(operands.q.dtype)
 
-    def compute(call: Call, chunk: Any) -> Results:
-        del chunk
+    def compute(call: Call, block: Any) -> Results:
+        del block
         out, m, l = autodiff.run(ring.choice, "forward", *call).residuals  # noqa: E741
         return Results(Partial(out, jnp.swapaxes(autodiff.log_sum_exp(m, l), 1, 2)), None, None)
 
@@ -192,11 +192,11 @@ def _backward(ring: Ring, operands: Operands, residuals: Residuals, cotangents: 
     cut = partial(steps.cut, ring.plan.order)
     like = lambda x: vary(jnp.zeros_like(x), varying_axes(x))  # noqa: E731
 
-    def compute(call: Call, chunk: Any) -> Results:
+    def compute(call: Call, block: Any) -> Results:
         """With m and l of the row's softmax over all keys, the gradients of one part are its share of the whole."""
         (out, m, l), (dout, dlse) = residuals, cotangents  # noqa: E741
-        rows = Residuals(cut(out, 1, chunk), cut(m, 2, chunk), cut(l, 2, chunk))
-        arriving = Cotangents(cut(dout, 1, chunk), cut(dlse, 2, chunk))
+        rows = Residuals(cut(out, 1, block), cut(m, 2, block), cut(l, 2, block))
+        arriving = Cotangents(cut(dout, 1, block), cut(dlse, 2, block))
         part = autodiff.run(ring.choice, "backward", *call, rows, arriving)
         return Results(part.q, (part.k, part.v), (part.scale, part.score_mod))
 

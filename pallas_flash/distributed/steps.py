@@ -61,54 +61,55 @@ def zeros(operands: Operands, shape: tuple[int, ...], dtype: Any) -> Array:
     return vary(jnp.zeros(shape, dtype), varying_axes(operands))
 
 
-class Chunks(NamedTuple):
-    """Which chunks a call is on: their numbers on a device, maybe traced, or None for all of them as one."""
+class Blocks(NamedTuple):
+    """What a call is on: numbers of chunks on a device, maybe traced, or None for all of them as one."""
 
     q: Any
     kv: Any
 
 
-def chunks_at(ring: Ring, pair: Pair, device: Any, owner: Any) -> Chunks:
+def blocks_at(ring: Ring, pair: Pair, device: Any, owner: Any) -> Blocks:
     if pair.other is None:
-        return Chunks(pair.q, pair.kv)
+        return Blocks(pair.q, pair.kv)
     first = _needed(ring, pair, device, owner)
     both = zip((pair.q, pair.kv), pair.other, strict=True)
-    return Chunks(*(a if a == b else jnp.where(first, jnp.int32(a), jnp.int32(b)) for a, b in both))
+    return Blocks(*(a if a == b else jnp.where(first, jnp.int32(a), jnp.int32(b)) for a, b in both))
 
 
 def _needed(ring: Ring, pair: Pair, device: Any, owner: Any) -> Array:
     order = ring.plan.order
+    assert pair.q is not None and pair.kv is not None, "all chunks as one are needed by all"
     return jnp.asarray(ring.needed)[order.chunks_of(device)[pair.q], order.chunks_of(owner)[pair.kv]]
 
 
-def cut(order: Order, array: Array, axis: int, chunk: Any) -> Array:
-    """A device's rows of a chunk."""
-    if chunk is None or order.chunks_a_device == 1:
+def cut(order: Order, array: Array, axis: int, block: Any) -> Array:
+    """A device's rows of a block."""
+    if block is None or order.chunks_a_device == 1:
         return array
     size = array.shape[axis] // order.chunks_a_device
-    if isinstance(chunk, int):
-        return lax.slice_in_dim(array, chunk * size, (chunk + 1) * size, axis=axis)
-    return lax.dynamic_slice_in_dim(array, chunk * size, size, axis)
+    if isinstance(block, int):
+        return lax.slice_in_dim(array, block * size, (block + 1) * size, axis=axis)
+    return lax.dynamic_slice_in_dim(array, block * size, size, axis)
 
 
-def _start(order: Order, holder: Array, chunk: Any, size: int) -> Array:
+def _start(order: Order, holder: Array, block: Any, size: int) -> Array:
     """The position of the first row."""
     numbers = order.chunks_of(holder)
-    return (numbers[chunk] if isinstance(chunk, int) else jnp.where(chunk == 0, *numbers)) * size
+    return (numbers[block] if isinstance(block, int) else jnp.where(block == 0, *numbers)) * size
 
 
-def _length(order: Order, holder: Array, chunk: Any, size: int, length: Array) -> Array:
+def _length(order: Order, holder: Array, block: Any, size: int, length: Array) -> Array:
     """How many rows stand before a position: the first ones, as rows are in the order of their positions."""
-    if chunk is None:
+    if block is None:
         return sum((jnp.clip(length - number * size, 0, size) for number in order.chunks_of(holder)), jnp.int32(0))
-    return jnp.clip(length - _start(order, holder, chunk, size), 0, size)
+    return jnp.clip(length - _start(order, holder, block, size), 0, size)
 
 
-def part_of(ring: Ring, operands: Operands, pair: Pair, at: Step, chunks: Chunks) -> tuple[AttentionSpec, Operands]:
+def part_of(ring: Ring, operands: Operands, pair: Pair, at: Step, blocks: Blocks) -> tuple[AttentionSpec, Operands]:
     """The call of one pair. It stands at its own position in the sequence where anything asks for positions; else
     nothing moves but the distance between queries and keys."""
     spec, order = ring.spec, ring.plan.order
-    of_q, of_kv = zip((order,) * 2, (at.device, at.owner), chunks, ring.plan.lengths, strict=True)
+    of_q, of_kv = zip((order,) * 2, (at.device, at.owner), blocks, ring.plan.lengths, strict=True)
     parts, arrays = [], []
     for part, of_part, key_ids in zip(spec.mask, operands.mask, at.keys.segments, strict=True):
         if plan_.positional(part) and not pair.masked:
@@ -116,13 +117,13 @@ def part_of(ring: Ring, operands: Operands, pair: Pair, at: Step, chunks: Chunks
         if isinstance(part, QueryLengths | KeyValueLengths):
             of_part = (_length(*(of_q if isinstance(part, QueryLengths) else of_kv), of_part[0]),)
         elif isinstance(part, Segments):
-            of_part = (cut(order, of_part[0], 1, chunks.q), cut(order, key_ids, 1, chunks.kv))
+            of_part = (cut(order, of_part[0], 1, blocks.q), cut(order, key_ids, 1, blocks.kv))
         parts.append(part)
         arrays.append(of_part)
     relative = plan_.relative(spec, tuple(parts))
     bands = any(isinstance(part, Band) for part in parts)
-    assert relative or chunks.q is not None, "rows of two chunks stand at no one position"
-    q_start, kv_start = (0, 0) if chunks.q is None else (_start(*of_q), _start(*of_kv))
+    assert relative or blocks.q is not None, "rows of two chunks stand at no one position"
+    q_start, kv_start = (0, 0) if blocks.q is None else (_start(*of_q), _start(*of_kv))
     static: tuple[int | None, int | None] = None, None
     if relative and (not bands or (pair.offset is not None and spec.q_offset is not None)):
         static = (spec.q_offset + pair.offset if bands else 0), 0
@@ -136,9 +137,9 @@ def part_of(ring: Ring, operands: Operands, pair: Pair, at: Step, chunks: Chunks
     q_offset = spec.q_offset if operands.q_offset is None else operands.q_offset
     part_spec = dataclasses.replace(spec, mask=tuple(parts), q_offset=static[0], kv_offset=static[1])
     return part_spec, operands._replace(
-        q=cut(order, operands.q, 1, chunks.q),
-        k=cut(order, at.keys.k, 1, chunks.kv),
-        v=cut(order, at.keys.v, 1, chunks.kv),
+        q=cut(order, operands.q, 1, blocks.q),
+        k=cut(order, at.keys.k, 1, blocks.kv),
+        v=cut(order, at.keys.v, 1, blocks.kv),
         mask=tuple(arrays),
         q_offset=per_batch(q_offset + q_start) if static[0] is None else None,
         kv_offset=per_batch(kv_start) if static[1] is None else None,

@@ -44,7 +44,7 @@ class Pass:
 
     ring: Ring
     operands: Operands
-    compute: Callable[[Call, Any], Results]  # of a call that is on the chunk of queries
+    compute: Callable[[Call, Any], Results]  # of a call that is on this block of queries
     nothing: Callable[[Operands], Results]  # what a call with these operands gives if it sees no keys
     add: Callable[..., Any]  # of results of the same queries, at least one, in the accumulator's dtype
     uniform: bool = False  # every device must compute every call
@@ -102,11 +102,11 @@ class Pass:
         for pair in pairs:
             if self.uniform and not pair.always:
                 pair = pair._replace(masked=True)
-            chunks = steps.chunks_at(ring, pair, at.device, at.owner)
-            call = steps.part_of(ring, self.operands, pair, at, chunks)
-            compute, nothing = partial(self.compute, call, chunks.q), partial(self.nothing, call[1])
+            blocks = steps.blocks_at(ring, pair, at.device, at.owner)
+            call = steps.part_of(ring, self.operands, pair, at, blocks)
+            compute, nothing = partial(self.compute, call, blocks.q), partial(self.nothing, call[1])
             results = compute() if self.uniform else steps.where_needed(ring, pair, at, call, compute, nothing)
-            at_chunks = self._entries(results.q, chunks.q, self._none.q)
+            at_chunks = self._entries(results.q, blocks.q, self._none.q)
             terms = Terms(_joined(terms.q, at_chunks), (*terms.shared, results.shared))
             given.append(results.kv)
         return terms, given
@@ -115,18 +115,18 @@ class Pass:
         """The chunks of the owner's keys that the results of the device's calls belong to."""
         entries: Entries = ((),) * self.ring.plan.order.chunks_a_device
         for kv, pair in zip(given, pairs, strict=True):
-            chunk = steps.chunks_at(self.ring, pair, device, owner).kv
-            entries = _joined(entries, self._entries(kv, chunk, self._none.kv))
+            block = steps.blocks_at(self.ring, pair, device, owner).kv
+            entries = _joined(entries, self._entries(kv, block, self._none.kv))
         return entries
 
-    def _entries(self, results: Any, chunk: Any, nothing: Any) -> Entries:
+    def _entries(self, results: Any, block: Any, nothing: Any) -> Entries:
         order = self.ring.plan.order
         numbers = range(order.chunks_a_device)
-        if chunk is None:
+        if block is None:
             return tuple((jax.tree.map(lambda x: steps.cut(order, x, 1, i), results),) for i in numbers)  # noqa: B023
-        if isinstance(chunk, int):
-            return tuple((results,) if i == chunk else () for i in numbers)
-        return tuple((jax.tree.map(partial(jnp.where, chunk == i), results, nothing),) for i in numbers)
+        if isinstance(block, int):
+            return tuple((results,) if i == block else () for i in numbers)
+        return tuple((jax.tree.map(partial(jnp.where, block == i), results, nothing),) for i in numbers)
 
     def _added(self, terms: Terms) -> Terms:
         """One of each."""
