@@ -308,7 +308,7 @@ def test_array_likes_and_arguments_that_ask_for_nothing(attend: Any) -> None:
             in_specs=(),
             out_specs=ROWS,
         )
-        np.testing.assert_allclose(run()[:, :8], flash_attention(x, x, x), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(jax.jit(run)()[:, :8], flash_attention(x, x, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])
@@ -329,14 +329,21 @@ def test_shards_without_rows_or_heads(attend: Any, q_len: int, kv_len: int, head
     assert not any(jnp.any(gradient) for gradient in gradients)
 
 
-@pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])
-def test_kernels_lower(attend: Any) -> None:
+@pytest.mark.parametrize(
+    ("attend", "arguments", "conditions"),
+    [
+        (ring_attention, {}, True),
+        (ring_attention, {"order": "zigzag", "heads_at_once": 2}, False),
+        (ulysses_attention, {}, False),
+    ],
+)
+def test_kernels_lower(attend: Any, arguments: dict[str, Any], conditions: bool) -> None:
     """In the steps of a ring too, some of them under a condition, some in a loop."""
     mesh = jax.sharding.AbstractMesh((4,), ("x",), (AxisType.Auto,))
     shape = jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16, sharding=NamedSharding(mesh, ROWS))
-    function = functools.partial(attend, axis_name="x", is_causal=True, implementation="sm90")
+    function = functools.partial(attend, axis_name="x", is_causal=True, implementation="sm90", **arguments)
     whole = jax.shard_map(lambda x: function(x, x, x), mesh=mesh, in_specs=ROWS, out_specs=ROWS)
     gradient = jax.jit(jax.grad(lambda x: whole(x).astype(jnp.float32).sum()))
     text = gradient.trace(shape).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
-    assert ("stablehlo.case" in text) == (attend is ring_attention)
+    assert ("stablehlo.case" in text) == conditions

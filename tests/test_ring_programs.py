@@ -61,9 +61,9 @@ def test_own_keys_are_not_one_call_where_positions_count(spec: AttentionSpec, kv
 
 def test_all_pairs_are_one_call() -> None:
     made = plan_of(AttentionSpec(1.0, mask=(masks.KeyValueLengths(),)))
-    assert [pair.q for pair in (*made.own, *made.forward[1], *made.backward[1])] == [None] * (
-        3 if made.backward[0] else 2
-    )
+    for pairs in (made.own, made.forward[1]):
+        assert [(pair.q, pair.kv, pair.masked) for pair in pairs] == [(None, None, pairs is made.own)]
+    assert not made.backward[0]
 
 
 def ring_of(mesh: Any, **arguments: Any) -> Any:

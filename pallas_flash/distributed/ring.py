@@ -1,9 +1,9 @@
 """Ring attention: queries stay, keys and values travel around the devices that share a sequence.
 
 Each device attends its own queries to the keys that are with it, while those of the next step are on their way, and
-merges the partial results. The backward pass sends the keys around again, with the sums of their gradients behind them;
-between the passes only O and the log-sum-exp are kept, beside the inputs. (Liu, Zaharia, Abbeel 2023, Ring Attention;
-Brandon et al. 2023, Striped Attention, for why the order of tokens matters under a causal mask.)
+merges the partial results. The backward pass sends the keys around again, with their gradients behind them; between the
+passes only O and the log-sum-exp are kept, beside the inputs. (Liu, Zaharia, Abbeel 2023, Ring Attention; Brandon et
+al. 2023, Striped Attention, for why the order of tokens matters under a causal mask.)
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class Pass:
             if hops:
                 terms, back = self._travel(terms, Step(device, device, keys), direction, hops, pairs)
                 home = _joined(home, back)
-        (q, (shared,)), none = self._added(terms), self._none
-        return Results(tuple(x for (x,) in q), tuple(added(*(x or (none.kv,))) for x in home), shared)
+        q, (shared,) = self._added(terms)
+        return Results(tuple(x for (x,) in q), tuple(added(*(x or (self._nothing.kv,))) for x in home), shared)
 
     def _travel(
         self, terms: Terms, start: Step, direction: int, hops: int, pairs: tuple[Pair, ...]
@@ -90,7 +90,7 @@ class Pass:
             sums = _joined(sums, self._home(given, pairs, device, step.owner))
             return terms, tuple((added(*x),) for x in sums)
 
-        sums = ((added(self._none.kv),),) * ring.plan.order.chunks_a_device
+        sums = ((added(self._nothing.kv),),) * ring.plan.order.chunks_a_device
         carry = self._added(terms), start.keys, sums
         (terms, keys, sums), _ = lax.scan(hop_on, carry, jnp.arange(1, hops, dtype=jnp.int32))
         terms, sums = behind(terms, _sent(ring, sums, direction), at(keys, jnp.int32(hops)))
@@ -106,8 +106,8 @@ class Pass:
             call = steps.part_of(ring, self.operands, pair, at, blocks)
             compute, nothing = partial(self.compute, call, blocks.q), partial(self.nothing, call[1])
             results = compute() if self.uniform else steps.where_needed(ring, pair, at, call, compute, nothing)
-            at_chunks = self._entries(results.q, blocks.q, self._none.q)
-            terms = Terms(_joined(terms.q, at_chunks), (*terms.shared, results.shared))
+            q = _joined(terms.q, self._entries(results.q, blocks.q, "q"))
+            terms = Terms(q, (*terms.shared, results.shared))
             given.append(results.kv)
         return terms, given
 
@@ -116,25 +116,27 @@ class Pass:
         entries: Entries = ((),) * self.ring.plan.order.chunks_a_device
         for kv, pair in zip(given, pairs, strict=True):
             block = steps.blocks_at(self.ring, pair, device, owner).kv
-            entries = _joined(entries, self._entries(kv, block, self._none.kv))
+            entries = _joined(entries, self._entries(kv, block, "kv"))
         return entries
 
-    def _entries(self, results: Any, block: Any, nothing: Any) -> Entries:
+    def _entries(self, results: Any, block: Any, side: str) -> Entries:
+        """The results of a block, each chunk's at its place."""
         order = self.ring.plan.order
         numbers = range(order.chunks_a_device)
         if block is None:
             return tuple((jax.tree.map(lambda x: steps.cut(order, x, 1, i), results),) for i in numbers)  # noqa: B023
         if isinstance(block, int):
             return tuple((results,) if i == block else () for i in numbers)
+        nothing = getattr(self._nothing, side)
         return tuple((jax.tree.map(partial(jnp.where, block == i), results, nothing),) for i in numbers)
 
     def _added(self, terms: Terms) -> Terms:
         """One of each."""
-        q = tuple((self.add(*(x or (self._none.q,))),) for x in terms.q)
-        return Terms(q, (added(*(terms.shared or (self._none.shared,))),))
+        q = tuple((self.add(*(x or (self._nothing.q,))),) for x in terms.q)
+        return Terms(q, (added(*(terms.shared or (self._nothing.shared,))),))
 
     @property
-    def _none(self) -> Results:
+    def _nothing(self) -> Results:
         """Of one chunk of queries and one of keys."""
         order, operands = self.ring.plan.order, self.operands
         chunk = {name: steps.cut(order, getattr(operands, name), 1, 0) for name in ("q", "k", "v")}
