@@ -1,11 +1,12 @@
-"""Causal attention over a long sequence: on one device, and as a ring over several.
+"""Causal attention over a long sequence: on one device, and as a ring over several, all heads at once and in groups.
 
     python -m pallas_flash.benchmarks.ring                     64k tokens, bfloat16, 16 heads of 128, on all GPUs here
     python -m pallas_flash.benchmarks.ring --trace DIRECTORY   and a profile of one step, to see keys travel meanwhile
 
-Prints one table and writes one JSON file; takes a minute or two, most of which compiles. The sequence is in zigzag
-order for the ring. Times are medians of wall times of single calls, milliseconds long; memory is what the compiled
-program needs on each device, arguments and results included. The ring's result is compared with one device's first.
+Prints one table and writes one JSON file; takes a few minutes, most of which compiles. The sequence is in zigzag order
+for the ring. Times are medians of wall times of single calls, milliseconds long; memory is what the compiled program
+needs on each device, arguments and results included, also as a fraction of what one device needs alone. The results of
+each ring are compared with one device's first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from pallas_flash.benchmarks.results import ResultsFile, environment
 from pallas_flash.distributed import from_zigzag, ring_attention, to_zigzag
 
 AXIS = "context"
+ONE = "one device"
 TOLERANCE = 0.02  # of bfloat16 results, relative to the largest of them
 SECONDS = 5.0  # of one program
 MAX_CALLS = 30
@@ -35,13 +37,18 @@ MAX_CALLS = 30
 Arrays = tuple[jax.Array, ...]
 
 
-def attentions(mesh: Mesh) -> dict[str, Callable[..., jax.Array]]:
+def attentions(mesh: Mesh, groups: Iterable[int]) -> dict[str, Callable[..., jax.Array]]:
+    """groups: how many heads at once a ring takes, beside all of them."""
     rows = P(None, AXIS)
-    ring = functools.partial(ring_attention, axis_name=AXIS, order="zigzag", is_causal=True)
-    return {
-        "one device": functools.partial(flash_attention, is_causal=True),
-        "ring": jax.shard_map(lambda q, k, v: ring(q, k, v), mesh=mesh, in_specs=rows, out_specs=rows),
-    }
+
+    def ring(heads_at_once: int | None) -> Callable[..., jax.Array]:
+        attend = functools.partial(
+            ring_attention, axis_name=AXIS, order="zigzag", is_causal=True, heads_at_once=heads_at_once
+        )
+        return jax.shard_map(lambda q, k, v: attend(q, k, v), mesh=mesh, in_specs=rows, out_specs=rows)
+
+    rings = {"ring": ring(None)} | {f"ring, {heads} heads at once": ring(heads) for heads in groups}
+    return {ONE: functools.partial(flash_attention, is_causal=True)} | rings
 
 
 def forward_and_backward(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -75,47 +82,52 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     keys = jax.random.split(jax.random.key(0), 4)
     whole = tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in keys)  # dout, q, k, v
     sharding = NamedSharding(mesh, P(None, AXIS))
-    inputs = {
-        "one device": whole,
-        "ring": tuple(jax.device_put(to_zigzag(x, count), sharding) for x in whole),
-    }
-    rows, results = [], {}
-    for name, attend in attentions(mesh).items():
-        programs = {"forward": (attend, inputs[name][1:])}
-        programs["forward and backward"] = forward_and_backward(attend), inputs[name]
+    spread = tuple(jax.device_put(to_zigzag(x, count), sharding) for x in whole)
+    rows, wanted = [], None
+    for name, attend in attentions(mesh, arguments.heads_at_once).items():
+        inputs = whole if name == ONE else spread
+        programs = {"forward": (attend, inputs[1:]), "forward and backward": (forward_and_backward(attend), inputs)}
         for direction, (function, arrays) in programs.items():
             program = jax.jit(function).lower(*arrays).compile()
-            milliseconds = median_milliseconds(program, arrays)
             if direction != "forward":
-                results[name] = jax.tree.leaves(program(*arrays))
-            row = {"attention": name, "direction": direction, "devices": 1 if name == "one device" else count}
-            rows.append(row | {"milliseconds": milliseconds, "bytes_a_device": needed_bytes(program)})
-            print(
-                f"{name:12} {direction:22} {milliseconds:9.2f} ms {needed_bytes(program) / 2**30:7.2f} GiB", flush=True
-            )
-            if arguments.trace and name == "ring":
-                with jax.profiler.trace(str(arguments.trace / direction.replace(" ", "_"))):
+                results = jax.tree.leaves(program(*arrays))
+                wanted = wanted or results
+                check_results(name, results, wanted, count)
+            row = {"attention": name, "direction": direction, "devices": 1 if name == ONE else count}
+            row |= {"milliseconds": median_milliseconds(program, arrays), "bytes_a_device": needed_bytes(program)}
+            rows.append(row)
+            numbers = f"{row['milliseconds']:9.2f} ms {row['bytes_a_device'] / 2**30:7.2f} GiB"
+            print(f"{name:23} {direction:22} {numbers}", flush=True)
+            if arguments.trace and name != ONE:
+                with jax.profiler.trace(str(arguments.trace / f"{name}_{direction}".replace(" ", "_"))):
                     jax.block_until_ready(program(*arrays))
-    check_results(results, count)
     return rows
 
 
-def check_results(results: dict[str, list[jax.Array]], count: int) -> None:
-    """SystemExit where the ring gives something else."""
-    one = results["one device"]
-    for name, got, want in zip(("out", "dq", "dk", "dv"), results["ring"], one, strict=True):
+def check_results(name: str, results: list[jax.Array], wanted: list[jax.Array], count: int) -> None:
+    """SystemExit where a ring gives something else than one device."""
+    if name == ONE:
+        return
+    for what, got, want in zip(("out", "dq", "dk", "dv"), results, wanted, strict=True):
         got = from_zigzag(jax.device_put(got, want.sharding), count)
         error = float(jnp.abs(got.astype(jnp.float32) - want).max() / jnp.abs(want.astype(jnp.float32)).max())
-        print(f"{name:4} differs by {error:.1e} of the largest")
+        print(f"{name}: {what} differs by {error:.1e} of the largest")
         if not error < TOLERANCE:
-            raise SystemExit(f"{name} of the ring differs from one device's")
+            raise SystemExit(f"{what} of {name} differs from one device's")
 
 
-def speedups(rows: list[dict[str, Any]]) -> dict[str, float]:
-    times = {(row["attention"], row["direction"]): row["milliseconds"] for row in rows}
-    return {
-        direction: times["one device", direction] / time for (name, direction), time in times.items() if name == "ring"
-    }
+def against_one_device(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many times as fast each ring is as one device, and which fraction of its memory each device needs."""
+    one = {row["direction"]: row for row in rows if row["attention"] == ONE}
+    return [
+        {
+            **{key: row[key] for key in ("attention", "direction", "devices")},
+            "speedup": one[row["direction"]]["milliseconds"] / row["milliseconds"],
+            "memory": row["bytes_a_device"] / one[row["direction"]]["bytes_a_device"],
+        }
+        for row in rows
+        if row["attention"] != ONE
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -124,17 +136,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=2**16)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--heads-at-once", type=int, nargs="*", default=[4, 2], help="rings to measure beside that of all heads"
+    )
     parser.add_argument("--output", type=Path, default=Path("output/benchmarks"), help="folder of the JSON file")
     parser.add_argument("--trace", type=Path, help="folder of a profile")
     parsed = parser.parse_args(arguments)
     gpus = 0 if jax.default_backend() == "cpu" else jax.device_count()
     if gpus < (needed := parsed.devices or 2):
         parser.error(f"it measures a ring of {needed} GPUs or more, and there are {gpus} here")
+    for heads in parsed.heads_at_once:
+        if heads < 1 or parsed.heads % heads:
+            parser.error(f"--heads-at-once must divide --heads={parsed.heads}, not {heads}")
     rows = measure(parsed)
     file = ResultsFile(parsed.output, "ring")
     shape = {name: getattr(parsed, name) for name in ("tokens", "heads", "head_dim")}
-    file.write({"ring": shape, "environment": environment("ring"), "rows": rows, "speedups": speedups(rows)})
-    print(", ".join(f"{direction} {factor:.2f} times as fast" for direction, factor in speedups(rows).items()))
+    compared = against_one_device(rows)
+    file.write({"ring": shape, "environment": environment("ring"), "rows": rows, "against_one_device": compared})
+    for row in compared:
+        numbers = f"{row['speedup']:.2f} times as fast as one device, with {row['memory']:.2f} of its memory each"
+        print(f"{row['attention']:23} {row['direction']:22} {numbers}")
     print(file.path)
 
 

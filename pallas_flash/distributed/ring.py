@@ -1,16 +1,16 @@
 """Ring attention: queries stay, keys and values travel around the devices that share a sequence.
 
 Each device attends its own queries to the keys that are with it, while those of the next step are on their way, and
-merges the partial results. The backward pass sends the keys around again, with the sums of their gradients behind them;
-between the passes only O and the log-sum-exp are kept, beside the inputs. (Liu, Zaharia, Abbeel 2023, Ring Attention;
-Brandon et al. 2023, Striped Attention, for why the order of tokens matters under a causal mask.)
+merges the partial results. The backward pass sends the keys around again, with their gradients behind them; between the
+passes only O and the log-sum-exp are kept, beside the inputs. (Liu, Zaharia, Abbeel 2023, Ring Attention; Brandon et
+al. 2023, Striped Attention, for why the order of tokens matters under a causal mask.)
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,13 @@ from pallas_flash.combine import Partial, combine
 from pallas_flash.distributed import plan as plan_
 from pallas_flash.distributed import steps
 from pallas_flash.distributed.arguments import Local, local_call
+from pallas_flash.distributed.heads import SHARED, Group, groups_of, in_groups
 from pallas_flash.distributed.order import Order
-from pallas_flash.distributed.plan import Pair, Plan
+from pallas_flash.distributed.plan import Pair
 from pallas_flash.distributed.steps import Ring, Step
+from pallas_flash.distributed.travel import Call, Pass, Results, added
 from pallas_flash.spec import (
     Array,
-    AttentionSpec,
     Cotangents,
     Gradients,
     Operands,
@@ -44,6 +45,7 @@ def ring_attention(
     *,
     axis_name: str,
     order: str = "contiguous",
+    heads_at_once: int | None = None,
     return_residual: bool = False,
     implementation: str | None = None,
     **arguments: Any,
@@ -61,6 +63,9 @@ def ring_attention(
       axis_name: the mesh axis.
       order: "contiguous", or "zigzag" (see `to_zigzag`), which balances a causal mask (windows are balanced
         without it).
+      heads_at_once: how many key heads, with the query heads that belong to them, go around before the next ones do;
+        None: all. A device then holds the keys that are on their way, the partial results and the gradients that go
+        home for those heads alone. It must divide K.
       return_residual: also return the log-sum-exp.
       implementation: as in `flash_attention`; "reference" is none for this.
       **arguments: those of `flash_attention`: scale, is_causal, query_seq_lengths and key_value_seq_lengths (of whole
@@ -93,7 +98,8 @@ def ring_attention(
     """
     local = local_call("ring_attention", (query, key, value), arguments, axis_name, return_residual)
     _, operands, lead = local.call
-    output = _attend(_ring(local, Order(order, local.devices), implementation), operands)
+    groups = groups_of(heads_at_once, operands.shapes.num_kv_heads)
+    output = _attend(_ring(local, Order(order, local.devices), implementation, groups), operands)
     out = output.out.reshape(*lead, *output.out.shape[1:])
     if not return_residual:
         return out
@@ -101,32 +107,18 @@ def ring_attention(
     return out, lse.reshape(*lead, *lse.shape[1:])
 
 
-class KeySums(NamedTuple):
-    """Gradients of the keys, in the accumulator's dtype, one entry a chunk."""
-
-    k: tuple[Array, ...]
-    v: tuple[Array, ...]
-
-
-class Sums(NamedTuple):
-    """Gradients of what stays, one entry a chunk of queries, and of what all chunks share."""
-
-    q: tuple[Array, ...]
-    scale: Array | None
-    score_mod: tuple[Array | None, ...]
-
-
-def _ring(local: Local, order: Order, implementation: str | None) -> Ring:
+def _ring(local: Local, order: Order, implementation: str | None, groups: int) -> Ring:
     spec, operands, _ = local.call
     plan = plan_.make(spec, order, operands.shapes)
     chunks = plan_.chunks_of(spec, order, operands.shapes)
     typed = local.axis_name in varying_axes(operands.q)
     floats = [x for x in operands.score_mod if jnp.issubdtype(x.dtype, jnp.floating)]
     uniform = typed and any(set(varying_axes(x)) != set(varying_axes(operands.q)) for x in floats)
-    ring = Ring(local.axis_name, spec, None, plan, tuple(map(tuple, chunks.needed.tolist())), uniform)
-    step = Step(jnp.int32(0), jnp.int32(0), steps.keys_of(spec, operands))
+    ring = Ring(local.axis_name, spec, None, plan, tuple(map(tuple, chunks.needed.tolist())), uniform, groups)
+    some = Group(jnp.int32(0), groups).part_of(spec, operands._replace(sinks=None))
+    step = Step(jnp.int32(0), jnp.int32(0), steps.keys_of(spec, some))
     pair = Pair(0, 0, always=False, masked=True, offset=None)
-    part_spec, part = steps.part_of(ring, operands._replace(sinks=None), pair, step)
+    part_spec, part = steps.part_of(ring, some, pair, step, steps.Blocks(0, 0))
     choice = dispatch.choose(part_spec, part, implementation, dispatch.TABLE)
     if choice.default is reference:
         raise NotImplementedError("ring_attention: implementation='reference' has no backward pass of its own")
@@ -139,64 +131,55 @@ def _attend(ring: Ring, operands: Operands) -> autodiff.Output:
 
 
 def _attend_fwd(ring: Ring, operands: Operands) -> tuple[autodiff.Output, tuple[Operands, Residuals]]:
-    chunk = (operands.shapes.batch, ring.plan.lengths[0], operands.shapes.num_q_heads)
-    dtype = accumulator_dtype(operands.q.dtype)
-    like = partial(steps.zeros, operands)
-    empty = Partial(like((*chunk, operands.shapes.value_head_dim), dtype), like(chunk, dtype) - jnp.inf)
-    state = (empty,) * ring.plan.order.chunks_a_device
-    without_sinks = operands._replace(sinks=None)
-
-    def step(state: Any, at: Step, pairs: tuple[Pair, ...]) -> tuple[Any, None]:
-        state = list(state)
-        for pair in pairs:
-            call = steps.part_of(ring, without_sinks, pair, at)
-            state[pair.q] = steps.where_needed(ring, pair, at, call, partial(_fold, ring.choice, call), state[pair.q])
-        return tuple(state), None
-
-    state, _ = steps.around(ring, operands, step, state)
-    if operands.sinks is not None:  # a key without a value
-        sink = lambda x: Partial(jnp.zeros_like(x.out), jnp.broadcast_to(operands.sinks.astype(dtype), x.lse.shape))  # noqa: E731
-        state = tuple(combine([x, sink(x)]) for x in state)
-    out = jnp.concatenate([x.out for x in state], axis=1).astype(operands.q.dtype)
-    lse = jnp.swapaxes(jnp.concatenate([x.lse for x in state], axis=1), 1, 2)
-    residuals = Residuals(out, lse, jnp.where(lse == -jnp.inf, 0.0, 1.0).astype(dtype))
+    some = lambda group: _forward(ring, group.part_of(ring.spec, operands))  # noqa: E731
+    out, lse, _ = in_groups(ring.groups, some, autodiff.Output(2, 1, None))
+    residuals = Residuals(out, lse, jnp.where(lse == -jnp.inf, 0.0, 1.0).astype(lse.dtype))
     residuals = Residuals(*map(checkpoint_name, residuals, autodiff.CHECKPOINT_NAMES))
     return autodiff.Output(residuals.out, residuals.m, None), (operands, residuals)
 
 
+def _forward(ring: Ring, operands: Operands) -> autodiff.Output:
+    dtype = accumulator_dtype(operands.q.dtype)
+
+    def compute(call: Call, block: Any) -> Results:
+        del block
+        out, m, l = autodiff.run(ring.choice, "forward", *call).residuals  # noqa: E741
+        return Results(Partial(out, jnp.swapaxes(autodiff.log_sum_exp(m, l), 1, 2)), None, None)
+
+    def nothing(part: Operands) -> Results:
+        rows, like = part.q.shape[:-1], partial(steps.zeros, operands)
+        out = like((*rows, part.v.shape[-1]), part.q.dtype)
+        return Results(Partial(out, like(rows, dtype) - jnp.inf), None, None)
+
+    def add(first: Partial, *more: Partial) -> Partial:
+        first = first._replace(out=first.out.astype(dtype))
+        return combine([first, *more]) if more else first
+
+    chunks = Pass(ring, operands._replace(sinks=None), compute, nothing, add).around().q
+    if operands.sinks is not None:  # a key without a value
+        sink = lambda x: Partial(jnp.zeros_like(x.out), jnp.broadcast_to(operands.sinks.astype(dtype), x.lse.shape))  # noqa: E731
+        chunks = [combine([x, sink(x)]) for x in chunks]
+    out = jnp.concatenate([x.out.astype(operands.q.dtype) for x in chunks], axis=1)
+    return autodiff.Output(out, jnp.swapaxes(jnp.concatenate([x.lse for x in chunks], axis=1), 1, 2), None)
+
+
 def _attend_bwd(ring: Ring, saved: tuple[Operands, Residuals], cotangents: autodiff.Output) -> tuple[Operands]:
     operands, residuals = saved
-    sizes, dtype = ring.plan, accumulator_dtype(operands.q.dtype)
-    like = lambda x: None if x is None else vary(jnp.zeros_like(x, dtype), varying_axes(x))  # noqa: E731
-    zeros = lambda array, axis: tuple(map(like, sizes.order.parts(array, axis)))  # noqa: E731
-    floats = tuple(x if jnp.issubdtype(x.dtype, jnp.floating) else None for x in operands.score_mod)
-    sums = Sums(zeros(operands.q, 1), like(operands.scale), tuple(map(like, floats)))
-    rows = [_rows(sizes, i, residuals, Cotangents(cotangents.out, cotangents.lse)) for i in range(len(sums.q))]
-    without_sinks = operands._replace(sinks=None)
+    arriving = Cotangents(cotangents.out, cotangents.lse)
 
-    def step(sums: Sums, at: Step, pairs: tuple[Pair, ...]) -> tuple[Sums, KeySums]:
-        keys = KeySums(zeros(at.keys.k, 1), zeros(at.keys.v, 1))
-        for pair in pairs:
-            if ring.uniform and not pair.always:
-                pair = pair._replace(masked=True)
-            call = steps.part_of(ring, without_sinks, pair, at)
-            add = partial(_add_gradients, ring.choice, call, rows[pair.q], pair)
-            if ring.uniform:
-                sums, keys = add((sums, keys))
-            else:
-                sums, keys = steps.where_needed(ring, pair, at, call, add, (sums, keys))
-        return sums, keys
+    def some(group: Group) -> Gradients:
+        cut = lambda arrays, axes: type(arrays)(*map(group.cut, arrays, axes))  # noqa: E731
+        rows = cut(residuals, Residuals(2, 1, 1)), cut(arriving, Cotangents(2, 1))
+        return _backward(ring, group.part_of(ring.spec, operands), *rows)
 
-    sums, keys = steps.around(ring, operands, step, sums)
-    whole = lambda parts, of: jnp.concatenate(parts, axis=1).astype(of.dtype)  # noqa: E731
+    there = lambda x, axis: None if x is None else axis  # noqa: E731
+    floats = tuple(SHARED if jnp.issubdtype(x.dtype, jnp.floating) else None for x in operands.score_mod)
+    axes = Gradients(2, 2, 2, None, there(operands.sinks, 0), there(operands.scale, SHARED), floats)
+    gradients = in_groups(ring.groups, some, axes)
     cast = lambda x, of: None if x is None else x.astype(of.dtype)  # noqa: E731
-    gradients = Gradients(
-        q=whole(sums.q, operands.q),
-        k=whole(keys.k, operands.k),
-        v=whole(keys.v, operands.v),
-        sinks=_sink_gradient(operands, residuals, cotangents),
-        scale=cast(sums.scale, operands.scale),
-        score_mod=tuple(map(cast, sums.score_mod, operands.score_mod)),
+    gradients = gradients._replace(
+        scale=cast(gradients.scale, operands.scale),
+        score_mod=tuple(map(cast, gradients.score_mod, operands.score_mod)),
     )
     return (autodiff.in_place_of(operands, gradients),)
 
@@ -204,38 +187,38 @@ def _attend_bwd(ring: Ring, saved: tuple[Operands, Residuals], cotangents: autod
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _fold(choice: autodiff.Choice, call: tuple[AttentionSpec, Operands], state: Partial) -> Partial:
-    out, m, l = autodiff.run(choice, "forward", *call).residuals  # noqa: E741
-    return combine([state, Partial(out, jnp.swapaxes(autodiff.log_sum_exp(m, l), 1, 2))])
+def _backward(ring: Ring, operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Gradients:
+    """Those of scale and score_mod in the accumulator's dtype."""
+    cut = partial(steps.cut, ring.plan.order)
+    like = lambda x: vary(jnp.zeros_like(x), varying_axes(x))  # noqa: E731
+
+    def compute(call: Call, block: Any) -> Results:
+        """With m and l of the row's softmax over all keys, the gradients of one part are its share of the whole."""
+        (out, m, l), (dout, dlse) = residuals, cotangents  # noqa: E741
+        rows = Residuals(cut(out, 1, block), cut(m, 2, block), cut(l, 2, block))
+        arriving = Cotangents(cut(dout, 1, block), cut(dlse, 2, block))
+        part = autodiff.run(ring.choice, "backward", *call, rows, arriving)
+        return Results(part.q, (part.k, part.v), (part.scale, part.score_mod))
+
+    def nothing(part: Operands) -> Results:
+        floats = tuple(like(x) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in part.score_mod)
+        scale = None if part.scale is None else like(part.scale)
+        return Results(like(part.q), (like(part.k), like(part.v)), (scale, floats))
+
+    sums = Pass(ring, operands._replace(sinks=None), compute, nothing, added, uniform=ring.uniform).around()
+    dk, dv = zip(*sums.kv, strict=True)
+    whole = lambda parts, of: jnp.concatenate([x.astype(of.dtype) for x in parts], axis=1)  # noqa: E731
+    return Gradients(
+        q=whole(sums.q, operands.q),
+        k=whole(dk, operands.k),
+        v=whole(dv, operands.v),
+        sinks=_sink_gradient(operands, residuals, cotangents),
+        scale=sums.shared[0],
+        score_mod=sums.shared[1],
+    )
 
 
-def _rows(plan: Plan, chunk: int, residuals: Residuals, cotangents: Cotangents) -> tuple[Residuals, Cotangents]:
-    """Those of one chunk of queries."""
-    part = lambda x, axis: plan.order.parts(x, axis)[chunk]  # noqa: E731
-    out, m, l = residuals  # noqa: E741
-    return Residuals(part(out, 1), part(m, 2), part(l, 2)), Cotangents(part(cotangents.out, 1), part(cotangents.lse, 2))
-
-
-def _add_gradients(
-    choice: autodiff.Choice,
-    call: tuple[AttentionSpec, Operands],
-    rows: tuple[Residuals, Cotangents],
-    pair: Pair,
-    total: tuple[Sums, KeySums],
-) -> tuple[Sums, KeySums]:
-    """With m and l of the row's softmax over all keys, the gradients of one part are its share of the whole."""
-    part = autodiff.run(choice, "backward", *call, *rows)
-    sums, keys = total
-    add = lambda x, y: None if x is None else x + y.astype(x.dtype)  # noqa: E731
-    add_at = lambda chunks, i, y: (*chunks[:i], add(chunks[i], y), *chunks[i + 1 :])  # noqa: E731
-    return Sums(
-        q=add_at(sums.q, pair.q, part.q),
-        scale=add(sums.scale, part.scale),
-        score_mod=tuple(map(add, sums.score_mod, part.score_mod)),
-    ), KeySums(k=add_at(keys.k, pair.kv, part.k), v=add_at(keys.v, pair.kv, part.v))
-
-
-def _sink_gradient(operands: Operands, residuals: Residuals, cotangents: autodiff.Output) -> Array | None:
+def _sink_gradient(operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Array | None:
     """d sink = p_sink * (0 - delta), as everywhere, but once for all keys."""
     if operands.sinks is None:
         return None

@@ -1,4 +1,4 @@
-"""A ring at work: the keys on their way, and the call that a device makes of what is there."""
+"""The call that a device makes of its queries and of the keys that are with it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import tile_ranges
+from pallas_flash import tile_ranges, xla
 from pallas_flash.autodiff import Choice
 from pallas_flash.distributed import plan as plan_
+from pallas_flash.distributed.order import Order
 from pallas_flash.distributed.plan import Pair, Plan
 from pallas_flash.masks import Band, KeyValueLengths, QueryLengths, Segments
 from pallas_flash.spec import Array, AttentionSpec, Operands, vary, varying_axes
@@ -28,6 +28,7 @@ class Ring:
     plan: Plan
     needed: tuple[tuple[bool, ...], ...]  # plan.Chunks.needed
     uniform: bool  # gradients are summed over devices inside the backward pass: all of them must compute it
+    groups: int  # of heads, one after the other
 
     @property
     def devices(self) -> int:
@@ -56,68 +57,73 @@ def keys_of(spec: AttentionSpec, operands: Operands) -> Keys:
     return Keys(operands.k, operands.v, ids)
 
 
-def around(ring: Ring, operands: Operands, step: Callable[..., Any], state: Any) -> tuple[Any, Any]:
-    """Fold `step` over all keys: the own ones while the neighbours' are on their way, then those that come by. The sums
-    that a step returns for its keys go with them, and home in the end."""
-    device, devices, plan = vary(lax.axis_index(ring.axis_name), varying_axes(operands)), ring.devices, ring.plan
-    own = keys_of(ring.spec, operands)
-    ways = [(1, *plan.forward), (-1, *plan.backward)]
-    moved = [_sent(ring, own, direction) if hops else None for direction, hops, _ in ways]
-    state, home = step(state, Step(device, device, own), plan.own)
-    for keys, (direction, hops, pairs) in zip(moved, ways, strict=True):
-        if not hops:
-            continue
-
-        def at(state: Any, keys: Keys, hop: Any, direction: int = direction, pairs: Any = pairs) -> Any:
-            owner = lax.rem(device - direction * hop + devices, jnp.int32(devices))
-            return step(state, Step(device, owner, keys), pairs)
-
-        def hop_on(carry: Any, hop: Array, direction: int = direction, at: Any = at) -> Any:
-            state, keys, sums = carry
-            coming, sums = _sent(ring, keys, direction), _sent(ring, sums, direction)
-            state, more = at(state, keys, hop)
-            return (state, coming, jax.tree.map(jnp.add, sums, more)), None
-
-        sums = jax.tree.map(jnp.zeros_like, home)
-        if hops > 1:
-            (state, keys, sums), _ = lax.scan(hop_on, (state, keys, sums), jnp.arange(1, hops, dtype=jnp.int32))
-            sums = _sent(ring, sums, direction)
-        state, more = at(state, keys, jnp.int32(hops))
-        back = _sent(ring, jax.tree.map(jnp.add, sums, more), -direction * hops)
-        home = jax.tree.map(jnp.add, home, back)
-    return state, home
-
-
-def _sent(ring: Ring, arrays: Any, hops: int) -> Any:
-    """From each device to the one `hops` places on."""
-    places = [(device, (device + hops) % ring.devices) for device in range(ring.devices)]
-    return jax.tree.map(lambda x: lax.ppermute(x, ring.axis_name, places), arrays)
-
-
 def zeros(operands: Operands, shape: tuple[int, ...], dtype: Any) -> Array:
     return vary(jnp.zeros(shape, dtype), varying_axes(operands))
 
 
-def part_of(ring: Ring, operands: Operands, pair: Pair, at: Step) -> tuple[AttentionSpec, Operands]:
-    """The call that attends one chunk of queries to one chunk of keys. It stands at its own position in the sequence
-    where anything asks for positions; else nothing moves but the distance between the two."""
-    order, (q_len, kv_len) = ring.plan.order, ring.plan.lengths
-    spec = ring.spec
-    q_start, kv_start = order.chunks_of(at.device)[pair.q] * q_len, order.chunks_of(at.owner)[pair.kv] * kv_len
+class Blocks(NamedTuple):
+    """What a call is on: numbers of chunks on a device, maybe traced, or None for all of them as one."""
+
+    q: Any
+    kv: Any
+
+
+def blocks_at(ring: Ring, pair: Pair, device: Any, owner: Any) -> Blocks:
+    if pair.other is None:
+        return Blocks(pair.q, pair.kv)
+    first = _needed(ring, pair, device, owner)
+    both = zip((pair.q, pair.kv), pair.other, strict=True)
+    return Blocks(*(a if a == b else jnp.where(first, jnp.int32(a), jnp.int32(b)) for a, b in both))
+
+
+def _needed(ring: Ring, pair: Pair, device: Any, owner: Any) -> Array:
+    order = ring.plan.order
+    assert pair.q is not None and pair.kv is not None, "all chunks as one are needed by all"
+    return jnp.asarray(ring.needed)[order.chunks_of(device)[pair.q], order.chunks_of(owner)[pair.kv]]
+
+
+def cut(order: Order, array: Array, axis: int, block: Any) -> Array:
+    """A device's rows of a block."""
+    if block is None or order.chunks_a_device == 1:
+        return array
+    size = array.shape[axis] // order.chunks_a_device
+    if isinstance(block, int):
+        return lax.slice_in_dim(array, block * size, (block + 1) * size, axis=axis)
+    return lax.dynamic_slice_in_dim(array, block * size, size, axis)
+
+
+def _start(order: Order, holder: Array, block: Any, size: int) -> Array:
+    """The position of the first row."""
+    numbers = order.chunks_of(holder)
+    return (numbers[block] if isinstance(block, int) else jnp.where(block == 0, *numbers)) * size
+
+
+def _length(order: Order, holder: Array, block: Any, size: int, length: Array) -> Array:
+    """How many rows stand before a position: the first ones, as rows are in the order of their positions."""
+    if block is None:
+        return sum((jnp.clip(length - number * size, 0, size) for number in order.chunks_of(holder)), jnp.int32(0))
+    return jnp.clip(length - _start(order, holder, block, size), 0, size)
+
+
+def part_of(ring: Ring, operands: Operands, pair: Pair, at: Step, blocks: Blocks) -> tuple[AttentionSpec, Operands]:
+    """The call of one pair. It stands at its own position in the sequence where anything asks for positions; else
+    nothing moves but the distance between queries and keys."""
+    spec, order = ring.spec, ring.plan.order
+    of_q, of_kv = zip((order,) * 2, (at.device, at.owner), blocks, ring.plan.lengths, strict=True)
     parts, arrays = [], []
     for part, of_part, key_ids in zip(spec.mask, operands.mask, at.keys.segments, strict=True):
         if plan_.positional(part) and not pair.masked:
             continue
         if isinstance(part, QueryLengths | KeyValueLengths):
-            start, size = (q_start, q_len) if isinstance(part, QueryLengths) else (kv_start, kv_len)
-            of_part = (jnp.clip(of_part[0] - start, 0, size),)
+            of_part = (_length(*(of_q if isinstance(part, QueryLengths) else of_kv), of_part[0]),)
         elif isinstance(part, Segments):
-            of_part = (order.parts(of_part[0], 1)[pair.q], order.parts(key_ids, 1)[pair.kv])
+            of_part = (cut(order, of_part[0], 1, blocks.q), cut(order, key_ids, 1, blocks.kv))
         parts.append(part)
         arrays.append(of_part)
-    relative = all(isinstance(part, Band | QueryLengths | KeyValueLengths | Segments) for part in parts)
-    relative &= spec.score_mod is None and spec.dropout_rate == 0
+    relative = plan_.relative(spec, tuple(parts))
     bands = any(isinstance(part, Band) for part in parts)
+    assert relative or blocks.q is not None, "rows of two chunks stand at no one position"
+    q_start, kv_start = (0, 0) if blocks.q is None else (_start(*of_q), _start(*of_kv))
     static: tuple[int | None, int | None] = None, None
     if relative and (not bands or (pair.offset is not None and spec.q_offset is not None)):
         static = (spec.q_offset + pair.offset if bands else 0), 0
@@ -131,33 +137,35 @@ def part_of(ring: Ring, operands: Operands, pair: Pair, at: Step) -> tuple[Atten
     q_offset = spec.q_offset if operands.q_offset is None else operands.q_offset
     part_spec = dataclasses.replace(spec, mask=tuple(parts), q_offset=static[0], kv_offset=static[1])
     return part_spec, operands._replace(
-        q=order.parts(operands.q, 1)[pair.q],
-        k=order.parts(at.keys.k, 1)[pair.kv],
-        v=order.parts(at.keys.v, 1)[pair.kv],
+        q=cut(order, operands.q, 1, blocks.q),
+        k=cut(order, at.keys.k, 1, blocks.kv),
+        v=cut(order, at.keys.v, 1, blocks.kv),
         mask=tuple(arrays),
         q_offset=per_batch(q_offset + q_start) if static[0] is None else None,
         kv_offset=per_batch(kv_start) if static[1] is None else None,
     )
 
 
-def where_needed(
+def where_needed[R](
     ring: Ring,
     pair: Pair,
     at: Step,
     call: tuple[AttentionSpec, Operands],
-    compute: Callable[[Any], Any],
-    state: Any,
-) -> Any:
-    """compute(state) if the mask lets this device's queries see any of the keys, else the state as it is."""
+    compute: Callable[[], R],
+    nothing: Callable[[], R],
+) -> R:
+    """compute() if the mask lets this device's queries see any of the keys, else nothing(). Kernels skip by themselves
+    what data hides; only where there are none does it pay to ask before."""
     spec, operands = call
     conditions = []
     if not pair.always:
-        chunks = ring.plan.order.chunks_of(at.device)[pair.q], ring.plan.order.chunks_of(at.owner)[pair.kv]
-        conditions.append(jnp.asarray(ring.needed)[chunks])
-    if any(part.uses_batch or isinstance(part, Segments) for part in spec.mask):
-        ranges = tile_ranges.dynamic_ranges(spec, operands, *ring.plan.lengths)
+        conditions.append(_needed(ring, pair, at.device, at.owner))
+    by_data = any(part.uses_batch or isinstance(part, Segments) for part in spec.mask)
+    if by_data and ring.choice is not None and ring.choice.cuda is xla:
+        shapes = operands.shapes
+        ranges = tile_ranges.dynamic_ranges(spec, operands, shapes.q_len, shapes.kv_len)
         conditions.append(jnp.any(ranges.end > ranges.start))
     if not conditions:
-        return compute(state)
+        return compute()
     needed = jnp.logical_and(*conditions) if len(conditions) > 1 else conditions[0]
-    return lax.cond(needed, compute, lambda state: state, state)
+    return lax.cond(needed, compute, nothing)
