@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 ATTENTIONS = {
     "ring": ring_attention,
     "zigzag": functools.partial(ring_attention, order="zigzag"),
+    "zigzag, heads": functools.partial(ring_attention, order="zigzag", heads_at_once=1),
     "ulysses": ulysses_attention,
 }
 
@@ -67,7 +68,7 @@ def test_equals_one_gpu(kind: str, name: str) -> None:
     local = functools.partial(ATTENTIONS[kind], axis_name="x", **options)
     mesh = mesh_of((2,), ("x",))
     spread = jax.shard_map(lambda q, k, v: local(q, k, v), mesh=mesh, in_specs=ROWS, out_specs=ROWS)
-    there, back = (to_zigzag, from_zigzag) if kind == "zigzag" else (lambda x, _: x,) * 2
+    there, back = (to_zigzag, from_zigzag) if kind.startswith("zigzag") else (lambda x, _: x,) * 2
     placed = [jax.device_put(there(x, 2), NamedSharding(mesh, ROWS)) for x in arrays]
     got = [back(jax.device_put(x, arrays[0].sharding), 2) for x in jax.jit(both(spread))(*placed)]
     close(got, jax.jit(both(functools.partial(flash_attention, **options)))(*arrays))

@@ -157,13 +157,13 @@ def test_ulysses_equals_one_device(name: str) -> None:
     assert ("all-gather" in found) == ("segment_ids" in call), found
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_of_what_a_score_mod_captures(check_vma: bool) -> None:
+@pytest.mark.parametrize(("check_vma", "heads_at_once"), [(True, None), (True, 1), (False, 1)])
+def test_gradients_of_what_a_score_mod_captures(check_vma: bool, heads_at_once: int | None) -> None:
     """Where shard_map checks, they are summed over the devices inside the backward pass: none may skip it."""
-    call = inputs(q_len=16, kv_len=16, heads=(2, 1), dims=(4, 4))
+    call = inputs(q_len=16, kv_len=16, heads=(4, 2), dims=(4, 4))
     q, k, v = (jnp.asarray(call[name]) for name in "qkv")
     dout = jnp.asarray(cotangents_of(call)[0][..., :4])
-    slopes, table = jnp.array([0.1, -0.3]), jnp.asarray(rng.normal(size=16), jnp.float32)
+    slopes, table = jnp.array([0.1, -0.3, 0.2, 0.05]), jnp.asarray(rng.normal(size=16), jnp.float32)
 
     def loss(attend: Any, q: Any, k: Any, v: Any, captured: Any, dout: Any) -> Any:
         slopes, table = captured
@@ -171,7 +171,7 @@ def test_gradients_of_what_a_score_mod_captures(check_vma: bool) -> None:
             attend(q, k, v, is_causal=True, score_mod=lambda s, b, h, i, j: s + slopes[h] * (i - j) + table[j]) * dout
         )
 
-    spread = Spread(ring_attention, 2)
+    spread = Spread(ring_attention, 2, heads_at_once=heads_at_once)
     specs = (ROWS, ROWS, ROWS, P(), ROWS)
     ring = jax.shard_map(
         functools.partial(loss, spread.attend), mesh=spread.mesh, in_specs=specs, out_specs=ROWS, check_vma=check_vma

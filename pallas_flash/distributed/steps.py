@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -168,4 +169,5 @@ def where_needed[R](
     if not conditions:
         return compute()
     needed = jnp.logical_and(*conditions) if len(conditions) > 1 else conditions[0]
-    return lax.cond(needed, compute, nothing)
+    varying = lambda x, like: vary(x, varying_axes(like))  # noqa: E731
+    return lax.cond(needed, lambda: jax.tree.map(varying, compute(), nothing()), nothing)

@@ -20,6 +20,7 @@ from pallas_flash.spec import Array, AttentionSpec, Operands, accumulator_dtype,
 
 Entries = tuple[tuple[Any, ...], ...]  # of each chunk: the results that are there and not yet added up
 Call = tuple[AttentionSpec, Operands]
+Pairs = tuple[Pair, ...]
 
 
 class Results(NamedTuple):
@@ -57,9 +58,11 @@ class Pass:
         own = steps.keys_of(ring.spec, self.operands)
         ways = [(1, *plan.forward), (-1, *plan.backward)]
         moved = [_sent(ring, own, direction) if hops else None for direction, hops, _ in ways]
-        nowhere: Entries = ((),) * plan.order.chunks_a_device
-        terms, given = self._step(Terms(nowhere, ()), Step(device, device, own), plan.own)
-        home = self._home(given, plan.own, device, device)
+        results = self._step(Step(device, device, own), plan.own)
+        if any(moved):  # XLA may order calls as it likes: the own keys first, as the others need time to come
+            results, moved = lax.optimization_barrier((results, moved))
+        terms = self._with(Terms(self._nowhere, ()), results, plan.own, device, device)
+        home = self._home(results, plan.own, device, device)
         for keys, (direction, hops, pairs) in zip(moved, ways, strict=True):
             if hops:
                 terms, back = self._travel(terms, Step(device, device, keys), direction, hops, pairs)
@@ -67,16 +70,17 @@ class Pass:
         q, (shared,) = self._added(terms)
         return Results(tuple(x for (x,) in q), tuple(added(*(x or (self._nothing.kv,))) for x in home), shared)
 
-    def _travel(
-        self, terms: Terms, start: Step, direction: int, hops: int, pairs: tuple[Pair, ...]
-    ) -> tuple[Terms, Entries]:
+    def _travel(self, terms: Terms, start: Step, direction: int, hops: int, pairs: Pairs) -> tuple[Terms, Entries]:
         """One way round the ring, from the first neighbour on."""
         ring, device, devices = self.ring, start.device, self.ring.devices
         place = lambda shift: lax.rem(device + shift + devices, jnp.int32(devices))  # noqa: E731
         at = lambda keys, hop: Step(device, place(-direction * hop), keys)  # noqa: E731
         if hops == 1:  # nothing to be added to: as it is, as soon as it is there
-            terms, given = self._step(terms, at(start.keys, 1), pairs)
-            return terms, self._home(_sent(ring, given, -direction), pairs, place(direction), device)
+            step = at(start.keys, 1)
+            results = self._step(step, pairs)
+            back = _sent(ring, [result._replace(q=None, shared=None) for result in results], -direction)
+            terms = self._with(terms, results, pairs, device, step.owner)
+            return terms, self._home(back, pairs, place(direction), device)
 
         def hop_on(carry: tuple[Terms, Keys, Entries], hop: Array) -> tuple[Any, None]:
             terms, keys, sums = carry
@@ -86,9 +90,9 @@ class Pass:
 
         def behind(terms: Terms, sums: Entries, step: Step) -> tuple[Terms, Entries]:
             """The sums of a step's keys go behind these."""
-            terms, given = self._step(terms, step, pairs)
-            sums = _joined(sums, self._home(given, pairs, device, step.owner))
-            return terms, tuple((added(*x),) for x in sums)
+            results = self._step(step, pairs)
+            sums = _joined(sums, self._home(results, pairs, device, step.owner))
+            return self._with(terms, results, pairs, device, step.owner), tuple((added(*x),) for x in sums)
 
         sums = ((added(self._nothing.kv),),) * ring.plan.order.chunks_a_device
         carry = self._added(terms), start.keys, sums
@@ -96,28 +100,34 @@ class Pass:
         terms, sums = behind(terms, _sent(ring, sums, direction), at(keys, jnp.int32(hops)))
         return terms, _sent(ring, sums, -direction * hops)
 
-    def _step(self, terms: Terms, at: Step, pairs: tuple[Pair, ...]) -> tuple[Terms, list[Any]]:
-        """The calls of a step; also what each gives to its keys."""
-        ring, given = self.ring, []
+    def _step(self, at: Step, pairs: Pairs) -> list[Results]:
+        """Of the call of each pair."""
+        ring, found = self.ring, []
         for pair in pairs:
             if self.uniform and not pair.always:
                 pair = pair._replace(masked=True)
             blocks = steps.blocks_at(ring, pair, at.device, at.owner)
             call = steps.part_of(ring, self.operands, pair, at, blocks)
             compute, nothing = partial(self.compute, call, blocks.q), partial(self.nothing, call[1])
-            results = compute() if self.uniform else steps.where_needed(ring, pair, at, call, compute, nothing)
-            q = _joined(terms.q, self._entries(results.q, blocks.q, "q"))
-            terms = Terms(q, (*terms.shared, results.shared))
-            given.append(results.kv)
-        return terms, given
+            found.append(compute() if self.uniform else steps.where_needed(ring, pair, at, call, compute, nothing))
+        return found
 
-    def _home(self, given: list[Any], pairs: tuple[Pair, ...], device: Array, owner: Array) -> Entries:
-        """The chunks of the owner's keys that the results of the device's calls belong to."""
-        entries: Entries = ((),) * self.ring.plan.order.chunks_a_device
-        for kv, pair in zip(given, pairs, strict=True):
-            block = steps.blocks_at(self.ring, pair, device, owner).kv
-            entries = _joined(entries, self._entries(kv, block, "kv"))
-        return entries
+    def _with(self, terms: Terms, results: list[Results], pairs: Pairs, device: Array, owner: Array) -> Terms:
+        """Results for the device's queries, beside those that are there."""
+        blocks = (steps.blocks_at(self.ring, pair, device, owner).q for pair in pairs)
+        entries = (self._entries(result.q, block, "q") for result, block in zip(results, blocks, strict=True))
+        q = functools.reduce(_joined, entries, terms.q)
+        return Terms(q, (*terms.shared, *(result.shared for result in results)))
+
+    def _home(self, results: list[Results], pairs: Pairs, device: Array, owner: Array) -> Entries:
+        """What the device's calls give to the owner's keys."""
+        blocks = (steps.blocks_at(self.ring, pair, device, owner).kv for pair in pairs)
+        entries = (self._entries(result.kv, block, "kv") for result, block in zip(results, blocks, strict=True))
+        return functools.reduce(_joined, entries, self._nowhere)
+
+    @property
+    def _nowhere(self) -> Entries:
+        return ((),) * self.ring.plan.order.chunks_a_device
 
     def _entries(self, results: Any, block: Any, side: str) -> Entries:
         """The results of a block, each chunk's at its place."""
