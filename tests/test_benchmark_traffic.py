@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +63,7 @@ def test_traffic_as_counted(tmp_path, ncu_on_path, capsys):
         "sm90",
         "reference",
     ]
-    assert (
-        command_line.main([*command, "--output", str(tmp_path), "--force-tiles", "--passes", "forward", "--jobs", "3"])
-        == 0
-    )
+    assert command_line.main([*command, "--output", str(tmp_path), "--force-tiles", "--passes", "forward"]) == 0
     (file,) = tmp_path.glob("traffic-*.json")
     content = results.read(file)
     first = content["rows"][0]
@@ -95,6 +93,16 @@ def test_traffic_that_cannot_be_counted(tmp_path, ncu_on_path, monkeypatch, caps
     assert report.table("traffic", results.read(file), "forward+backward").rows[0][2] == "no permission"
     with pytest.raises(RuntimeError, match="counted nothing"):
         ncu.parse("==ERROR== no kernels were profiled")
+
+
+def test_a_count_that_takes_too_long_leaves_nothing_running(tmp_path, ncu_on_path, monkeypatch):
+    ncu_on_path(f"#!/bin/sh\nsleep 600 & echo $! > {tmp_path}/child; wait")
+    monkeypatch.setattr(ncu, "TIMEOUT", 1)
+    (workload,) = cases.select(["gpt2-full-1024"], cases.WORKLOADS)
+    with pytest.raises(RuntimeError, match="not done after 1 s"):
+        ncu.count(workload, "sm90", "forward")
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z"
 
 
 @pytest.mark.parametrize(

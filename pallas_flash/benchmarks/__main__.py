@@ -68,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     traffic.add_argument("--measure", action="store_true", help="count the bytes of device memory by ncu, on this GPU")
     traffic.add_argument("--implementations", nargs="+", metavar="NAME", help="to measure, by name (default: all)")
     traffic.add_argument("--force-tiles", action="store_true", help="measure our kernels with every size of tile too")
-    traffic.add_argument("--jobs", type=_positive, default=1, help="programs that compile side by side (default: 1)")
     traffic.add_argument("--output", type=Path, default=Path("output/benchmarks"), metavar="FOLDER")
     return parser
 
@@ -151,7 +150,7 @@ def _measure_traffic(workloads: list[cases.Workload], options: argparse.Namespac
     chosen += _tiled(["forward"] if options.force_tiles else [])
     file = results.ResultsFile(options.output, traffic.KIND)
     try:
-        traffic.measure(workloads, chosen, options.passes, file, _show_traffic, options.jobs)
+        traffic.measure(workloads, chosen, options.passes, file, _show_traffic)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
     print(f"results: {file.path}")

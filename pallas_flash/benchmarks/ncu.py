@@ -4,18 +4,17 @@ ncu starts a program of its own; run as a module, this is that program: it compi
 then runs it once more between the two calls that tell ncu to look. ncu empties the caches before each kernel, so what
 one kernel leaves in the L2 for the next is counted twice, for every implementation alike.
 
-The counters are those of the whole GPU. Several programs may compile side by side, as they do not use the GPU for that
-(XLA tunes nothing here), but only the one that holds the lock, a file, computes.
+The counters are those of the whole GPU: one program at a time.
 """
 
 from __future__ import annotations
 
 import csv
 import ctypes
-import fcntl
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,9 +46,8 @@ def obstacle() -> str | None:
     return None if shutil.which("ncu") else "Nsight Compute's ncu is not on the PATH"
 
 
-def count(workload: Workload, implementation: str, kind: str, lock: Path) -> list[Kernel]:
-    """All kernels of a program, in order. lock: a file, the same for all that may run at a time. RuntimeError with the
-    reason if it failed or its results are wrong."""
+def count(workload: Workload, implementation: str, kind: str) -> list[Kernel]:
+    """All kernels of a program, in order. RuntimeError with the reason if it failed or its results are wrong."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         command = [
@@ -63,21 +61,32 @@ def count(workload: Workload, implementation: str, kind: str, lock: Path) -> lis
             ",".join((READ, WRITTEN, TIME)),
         ]
         command += ["--profile-from-start", "off", "--clock-control", "none"]
-        command += [sys.executable, "-m", "pallas_flash.benchmarks.ncu", workload.name, implementation, kind, str(lock)]
-        # ncu has a lock of its own in TMPDIR. XLA's own flags, if there are any, do not count here.
+        command += [sys.executable, "-m", "pallas_flash.benchmarks.ncu", workload.name, implementation, kind]
+        # ncu has a lock in TMPDIR, which others may have left. XLA's own flags, if there are any, do not count here.
         # Kernels are launched one by one, and not as a graph.
         flags = "XLA_FLAGS=--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
         own = [flags, "XLA_PYTHON_CLIENT_PREALLOCATE=false", f"TMPDIR={folder}"]
         command = ["/usr/bin/env", *own, *command]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"not done after {TIMEOUT} s") from error
+        status, errors = _run(command)
         said = log.read_text() if log.is_file() else ""
-    if done.returncode:
-        lines = [line for line in (done.stderr + said).splitlines() if line.strip()]
-        raise RuntimeError(lines[-1] if lines else f"ncu ended with {done.returncode}")
+    if status:
+        lines = [line for line in (errors + said).splitlines() if line.strip()]
+        raise RuntimeError(lines[-1] if lines else f"ncu ended with {status}")
     return parse(said)
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Exit status and standard error. Nothing of it is left over: ncu does not end the program that it started."""
+    nowhere, kept = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(command, stdout=nowhere, stderr=kept, text=True, start_new_session=True) as process:
+        try:
+            _, errors = process.communicate(timeout=TIMEOUT)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise RuntimeError(f"not done after {TIMEOUT} s") from error
+            raise
+    return process.returncode, errors
 
 
 def parse(text: str) -> list[Kernel]:
@@ -98,7 +107,7 @@ def parse(text: str) -> list[Kernel]:
     ]
 
 
-def _main(workload_name: str, implementation: str, kind: str, lock: str) -> None:
+def _main(workload_name: str, implementation: str, kind: str) -> None:
     import jax
 
     from pallas_flash.benchmarks import cases, check, peers, programs, tiles
@@ -108,8 +117,6 @@ def _main(workload_name: str, implementation: str, kind: str, lock: str) -> None
     (peer,) = peers.select([implementation], known)
     shapes = jax.eval_shape(lambda: cases.make_inputs(workload, 0))
     program = programs.lower(workload, peer, kind, [shapes])()
-    held = os.open(lock, os.O_CREAT | os.O_RDWR)
-    fcntl.flock(held, fcntl.LOCK_EX)  # until the process ends: then its memory is free
     inputs = cases.make_inputs(workload, 0)
     program = program._replace(arguments=[programs.arguments_of(inputs)])
     errors = check.relative_errors(program.run(), check.expected(workload, inputs))

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
 from pallas_flash.benchmarks import ncu, results
@@ -93,10 +90,8 @@ def measure(
     passes: Sequence[str],
     file: results.ResultsFile,
     show: Callable[[dict[str, Any]], None],
-    jobs: int = 1,
 ) -> None:
-    """Count the bytes of each program, one process each; the file is whole after each row. jobs: how many compile side
-    by side."""
+    """Count the bytes of each program, one process after the other; the file is whole after each row."""
     content: dict[str, Any] = {
         "schema": results.SCHEMA,
         "kind": KIND,
@@ -107,18 +102,10 @@ def measure(
         "rows": [],
     }
     file.write(content)
-    wanted = list(itertools.product(workloads, passes, peers))
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        try:
-            rows = {pool.submit(_row, Path(folder) / "lock", *each): place for place, each in enumerate(wanted)}
-            done: dict[int, dict[str, Any]] = {}
-            for future in as_completed(rows):  # one that takes long holds up no other's row
-                done[rows[future]] = row = future.result()
-                content["rows"] = [done[place] for place in sorted(done)]
-                file.write(content)
-                show(row)
-        finally:  # of an interruption
-            pool.shutdown(cancel_futures=True)
+    for each in itertools.product(workloads, passes, peers):
+        content["rows"].append(row := _row(*each))
+        file.write(content)
+        show(row)
 
 
 def _by_formula(workload: Workload, passes: Sequence[str]) -> dict[str, Any]:
@@ -134,12 +121,12 @@ def _by_formula(workload: Workload, passes: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(workload, name) for name in names} | {"formula": each}
 
 
-def _row(lock: Path, workload: Workload, passed: str, peer: Peer) -> dict[str, Any]:
+def _row(workload: Workload, passed: str, peer: Peer) -> dict[str, Any]:
     row: dict[str, Any] = {"workload": workload.name, "implementation": peer.name, "pass": passed}
     if peer.tile is not None:
         row["tile"] = list(peer.tile)
     try:
-        counted = ncu.count(workload, peer.name, passed, lock)
+        counted = ncu.count(workload, peer.name, passed)
     except RuntimeError as error:  # a row of the table
         return row | {"status": "failed", "reason": str(error)}
     sums = {name: sum(getattr(kernel, name) for kernel in counted) for name in ("read", "written", "ms")}
