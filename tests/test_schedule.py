@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_flash import masks
-from pallas_flash.kernels import backward_schedule, schedule
+from pallas_flash.kernels import assignment, backward_schedule, schedule
 from pallas_flash.kernels.sm90.backward_config import BackwardConfig
 from pallas_flash.kernels.sm90.config import ForwardConfig
 from pallas_flash.spec import AttentionSpec, Operands
@@ -84,3 +84,19 @@ def test_the_same_of_keys(case, num_ctas, batch, length, heads):
     else:
         total = blocks.sum(axis=1)
         assert total.max() <= 1.3 * max(total.mean(), blocks.max())
+
+
+@pytest.mark.parametrize(
+    "costs, ctas, head_bytes, group",
+    [
+        ([3, 2, 1], 1, assignment.GROUP_BYTES // 2, 2),
+        ([3, 2, 1], 1, assignment.GROUP_BYTES * 2, 1),
+        ([3, 2, 1], 1, 0, 4),
+        ([3, 2, 1], None, assignment.GROUP_BYTES // 2, 4),
+        ([2, 2, 2], 1, assignment.GROUP_BYTES // 2, 4),
+    ],
+)
+def test_heads_at_a_time(costs, ctas, head_bytes, group):
+    order = assignment.by_cost(np.array(costs), 1, assignment.Crew(8, 4, ctas, head_bytes))
+    assert set(order.head.ravel()[: 3 * group]) == set(range(group))
+    assert set(order.head.ravel()[3 * group :][: 3 * group]) == set(range(group, 2 * group))

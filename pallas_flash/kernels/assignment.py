@@ -1,6 +1,6 @@
 """Which CTA works on which tiles, in which order: the dearest first, and about as much for each CTA.
 
-Heads are worked on in groups, so that what their tiles read in common stays in the L2.
+Heads are worked on in groups: several, so that no CTA runs dry at the end, and no more than the L2 has room for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash.spec import Array
+
+# Of what the tiles of a group read in common: a third of an H100's L2. Tiles that cost differently drift apart in time
+# and need it to stay there; others read it together. docs/performance.md has the measurement.
+GROUP_BYTES = 2**24
 
 
 class Order(NamedTuple):
@@ -28,15 +32,18 @@ class Crew(NamedTuple):
     """What there is to do it with. ctas: persistent ones; None: one for each tile of a head, in this order."""
 
     heads: int  # of a batch element
-    head_group: int
+    head_group: int  # at most so many at a time
     ctas: int | None
+    head_bytes: int  # what the tiles of a head read in common
 
 
 def by_cost(costs: np.ndarray, batch: int, crew: Crew) -> Order:
     """costs: of each tile of a head, where they are known: each tile goes to the CTA with the least to do so far."""
     longest_first = np.argsort(-costs, kind="stable")
-    tiles, heads = len(costs), batch * crew.heads
-    groups = (range(first, min(first + crew.head_group, heads)) for first in range(0, heads, crew.head_group))
+    tiles, heads, size = len(costs), batch * crew.heads, crew.head_group
+    if crew.ctas is not None and costs.min() < costs.max():
+        size = max(min(size, GROUP_BYTES // max(crew.head_bytes, 1)), 1)
+    groups = (range(first, min(first + size, heads)) for first in range(0, heads, size))
     order = [head * tiles + int(tile) for group in groups for tile in longest_first for head in group]
     if crew.ctas is None:
         lists = [[tile_id] for tile_id in order]
@@ -54,10 +61,11 @@ def by_cost(costs: np.ndarray, batch: int, crew: Crew) -> Order:
     return Order(ids // (crew.heads * tiles), ids // tiles % crew.heads, ids % tiles, counts)
 
 
-def by_rank(costs: Array, crew: Crew) -> Order:
-    """costs: [B, tiles] of each tile of a head, where they depend on data: the tiles of all batch elements are sorted
-    on the device, and dealt out to the CTAs as `_deal` says."""
+def by_rank(costs: Array, batch: int, crew: Crew) -> Order:
+    """costs: [B or 1, tiles] of each tile of a head, where they depend on data: the tiles of all batch elements are
+    sorted on the device, and dealt out to the CTAs as `_deal` says."""
     tiles = costs.shape[1]
+    costs = jnp.broadcast_to(costs, (batch, tiles))
     rank, head, counts = _deal(costs.size, crew)
     place = jnp.argsort(-costs.ravel())[rank]
     return Order(place // tiles, head, place % tiles, counts)

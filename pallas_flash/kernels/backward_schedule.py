@@ -52,16 +52,17 @@ ITEMS = len(WorkItem._fields)  # the last word of each row: how many items this 
 def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
     """int32 [CTAs, most items of a CTA, 8]: a constant where the mask's ranges are known without data."""
     shapes = operands.shapes
+    itemsize = operands.k.dtype.itemsize
     dynamic = tile_ranges.depend_on_data(spec)
     xp: Any = jnp if dynamic else np
     if dynamic:
         ranges = tile_ranges.dynamic_ranges(spec, operands, config.block_q, config.block_kv, of="kv")
         blocks = ranges.end - ranges.start
-        order = assignment.by_rank(jnp.broadcast_to(blocks, (shapes.batch, blocks.shape[1])), _crew(shapes, config))
+        order = assignment.by_rank(blocks, shapes.batch, _crew(shapes, config, itemsize))
     else:
         ranges = tile_ranges.static_ranges(spec, shapes, config.block_q, config.block_kv, of="kv")
         ranges = tile_ranges.TileRanges(*(np.atleast_2d(x) for x in ranges))
-        order = _assigned(spec, shapes, config)
+        order = _assigned(spec, shapes, config, itemsize)
     batch, kv_head, ki, counts = order
     start, end, full_start, full_end = (x[batch if x.shape[0] > 1 else 0, ki] for x in ranges)
     # Keys behind the last one must be masked: exp2(0 - lse) of theirs may be infinite.
@@ -73,14 +74,16 @@ def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _assigned(spec: AttentionSpec, shapes: Shapes, config: Tiles) -> Order:
+def _assigned(spec: AttentionSpec, shapes: Shapes, config: Tiles, itemsize: int) -> Order:
     ranges = tile_ranges.static_ranges(spec, shapes, config.block_q, config.block_kv, of="kv")
     costs = (ranges.end - ranges.start) * shapes.q_heads_per_kv_head + TILE_OVERHEAD
-    return assignment.by_cost(costs, shapes.batch, _crew(shapes, config))
+    return assignment.by_cost(costs, shapes.batch, _crew(shapes, config, itemsize))
 
 
-def _crew(shapes: Shapes, config: Tiles) -> Crew:
-    return Crew(shapes.num_kv_heads, config.head_group, config.num_ctas)
+def _crew(shapes: Shapes, config: Tiles, itemsize: int) -> Crew:
+    row = (shapes.head_dim + shapes.value_head_dim) * itemsize + shapes.head_dim * 4  # q, dout, float32 dq
+    rows = shapes.q_len * shapes.q_heads_per_kv_head
+    return Crew(shapes.num_kv_heads, config.head_group, config.num_ctas, rows * row)
 
 
 def query_block(item: WorkItem, step: jax.Array) -> jax.Array:

@@ -53,16 +53,17 @@ ITEMS = len(WorkItem._fields)  # the last word of each row: how many items this 
 def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
     """int32 [CTAs, most items of a CTA, 8]: a constant where the mask's ranges are known without data."""
     shapes = operands.shapes
+    itemsize = operands.k.dtype.itemsize
     dynamic = tile_ranges.depend_on_data(spec)
     xp: Any = jnp if dynamic else np
     if dynamic:
         ranges = tile_ranges.dynamic_ranges(spec, operands, config.tile_q, config.block_kv)
         blocks = jnp.maximum(ranges.end - ranges.start, 1)
-        order = assignment.by_rank(jnp.broadcast_to(blocks, (shapes.batch, blocks.shape[1])), _crew(shapes, config))
+        order = assignment.by_rank(blocks, shapes.batch, _crew(shapes, config, itemsize))
     else:
         ranges = tile_ranges.static_ranges(spec, shapes, config.tile_q, config.block_kv)
         ranges = tile_ranges.TileRanges(*(np.atleast_2d(x) for x in ranges))
-        order = _assigned(spec, shapes, config)
+        order = _assigned(spec, shapes, config, itemsize)
     batch, head, qi, counts = order
     of_item = [x[batch if x.shape[0] > 1 else 0, qi] for x in ranges]
     start, end, full_start, full_end = of_item
@@ -78,14 +79,15 @@ def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _assigned(spec: AttentionSpec, shapes: Shapes, config: Tiles) -> Order:
+def _assigned(spec: AttentionSpec, shapes: Shapes, config: Tiles, itemsize: int) -> Order:
     ranges = tile_ranges.static_ranges(spec, shapes, config.tile_q, config.block_kv)
     costs = np.maximum(ranges.end - ranges.start, 1) + TILE_OVERHEAD
-    return assignment.by_cost(costs, shapes.batch, _crew(shapes, config))
+    return assignment.by_cost(costs, shapes.batch, _crew(shapes, config, itemsize))
 
 
-def _crew(shapes: Shapes, config: Tiles) -> Crew:
-    return Crew(shapes.num_q_heads, config.head_group, config.num_ctas)
+def _crew(shapes: Shapes, config: Tiles, itemsize: int) -> Crew:
+    keys_and_values = shapes.kv_len * (shapes.head_dim + shapes.value_head_dim) * itemsize
+    return Crew(shapes.num_q_heads, config.head_group, config.num_ctas, keys_and_values // shapes.q_heads_per_kv_head)
 
 
 def load_count(work: Any, cta: jax.Array) -> jax.Array:
