@@ -73,8 +73,6 @@ def forward_fits(config: ForwardConfig, spec: AttentionSpec, operands: Operands)
     hides = bool(spec.mask) or operands.bias is not None
     dims = padded_head_dims(operands.shapes, COLUMN_UNIT)
     needed = config.shared_bytes(dims, operands.q.dtype.itemsize, hides_values=hides)
-    if hides and (config.block_kv < CLEANED_ROWS or config.warpgroups > 1):
-        return False
-    if config.warpgroups > 1 and operands.shapes.q_len <= config.block_q:
-        return False
-    return needed <= max_shared_bytes(support.compute_capability())
+    cleanable = not hides or (config.block_kv >= CLEANED_ROWS and config.warpgroups == 1)
+    busy = config.warpgroups == 1 or operands.shapes.q_len > config.block_q
+    return cleanable and busy and needed <= max_shared_bytes(support.compute_capability())

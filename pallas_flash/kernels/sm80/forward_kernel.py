@@ -2,8 +2,8 @@
 
 A warpgroup holds 64 or 128 queries and walks over the keys in blocks (FlashAttention-2, sections 3.1 to 3.3). Its four
 warps have rows of their own: P goes from the registers of S into those of the second product. Blocks of keys and of
-values are copied in turn while the other is multiplied; two warpgroups on an SM overlap the softmax of one with products
-of the other. They are two CTAs, or one whose warpgroups have the same blocks.
+values are copied in turn while the other is multiplied. Two warpgroups on an SM overlap the softmax of one with
+products of the other: those of two CTAs, or of one, which then have the same blocks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers) ->
         _copy_values(worker, jnp.int32(stage))
     _copy_keys(worker, jnp.int32(plan.config.num_stages - 1))
     state = _attend(worker)
-    _store(worker, state.out, softmax.finish_as(plan.spec, _totals(plan, state), plan.units, work.sink))
+    sink = None if inputs.sinks is None else inputs.sinks[work.item.head]  # not before: it takes a register
+    _store(worker, state.out, softmax.finish_as(plan.spec, _totals(plan, state), plan.units, sink))
 
 
 def _work(plan: Plan, inputs: Inputs, wg: Any) -> Work:
@@ -89,7 +90,6 @@ def _work(plan: Plan, inputs: Inputs, wg: Any) -> Work:
     return Work(
         item=item,
         q_base=item.qi * plan.config.tile_q + wg * plan.config.block_q,
-        sink=None if inputs.sinks is None else inputs.sinks[item.head],
         q_offset=inputs.scores.q_offset_of(plan.spec, item.batch),
         scores=inputs.scores.of(plan.spec, item.batch),
     )

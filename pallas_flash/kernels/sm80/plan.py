@@ -44,8 +44,8 @@ class Buffers(NamedTuple):
 
 
 class State(NamedTuple):
-    """Between two key blocks. Each of the four threads that share a row has the maximum and the sum of its own elements:
-    they exchange nothing until the row is done, but for the shift (kernels/row_parts.py)."""
+    """Between two key blocks. Each of the four threads that share a row has the maximum and the sum of its own
+    elements: until the row is done they exchange nothing but a new shift (kernels/row_parts.py)."""
 
     out: jax.Array  # O, not yet normalised
     m: jax.Array  # [block_q], maxima in the kernel's units
@@ -58,7 +58,6 @@ class Work(NamedTuple):
 
     item: WorkItem
     q_base: jax.Array
-    sink: jax.Array | None
     q_offset: Any
     scores: ScoreOperands
 
