@@ -105,6 +105,16 @@ def test_every_case_has_tiles_that_fit(monkeypatch, capability):
         assert sm80.unsupported(AttentionSpec(0.1), operands_of(dims)) is None
 
 
+def test_warpgroups_share_keys_where_both_have_queries_and_nothing_is_hidden():
+    def warpgroups(q_len: int, **options: Any) -> int:
+        mask = ((),) if "mask" in options else ()
+        found = sm80.forward_config(AttentionSpec(0.1, **options), operands_of((128, 128), q_len, 512, mask=mask))
+        return 0 if found is None else found.warpgroups
+
+    assert [warpgroups(q_len) for q_len in (1, 128, 129, 512)] == [1, 1, 2, 2]
+    assert warpgroups(512, mask=(CAUSAL,)) == 1
+
+
 @pytest.mark.parametrize("architecture", [(8, 0), (12, 0)])  # between 8.0 and 8.9 Mosaic sees no difference
 def test_it_lowers_for(monkeypatch, lower_for, architecture):
     """With what needs the most of an architecture: vectors, votes, additions in device memory, junk in values."""
@@ -186,10 +196,7 @@ def test_what_it_cannot_do_it_refuses():
         (ForwardConfig, {"block_kv": 40}),
         (ForwardConfig, {"num_stages": 4}),
         (ForwardConfig, {"rescale_threshold": 20.0}),
-        (ForwardConfig, {"warpgroups": 4}),
-        (ForwardConfig, {"shares_keys": True}),
-        (ForwardConfig, {"loop": "sideways"}),
-        (ForwardConfig, {"loop": "pipelined", "num_stages": 1}),
+        (ForwardConfig, {"warpgroups": 3}),
         (QueriesConfig, {"block_q": 32}),
         (KeysConfig, {"block_kv": 96}),
         (KeysConfig, {"num_stages": 3}),

@@ -1,4 +1,4 @@
-"""Every NVIDIA GPU since Ampere (compute capability 8.0): mma.sync, cp.async, one to three warpgroups a CTA.
+"""Every NVIDIA GPU since Ampere (compute capability 8.0): mma.sync, cp.async, one or two warpgroups a CTA.
 
 Nothing here needs a newer GPU, and all of it runs on newer ones. Gradients come from one kernel, which adds dQ up in
 device memory, where the tiles say so (`KeysConfig.fused`). With deterministic=True or a bias, or too little shared
@@ -69,9 +69,10 @@ def forward_config(spec: AttentionSpec, operands: Operands) -> ForwardConfig | N
 
 
 def forward_fits(config: ForwardConfig, spec: AttentionSpec, operands: Operands) -> bool:
-    """Whether the kernel can run a call with these tiles."""
+    """Whether the kernel can run a call with these tiles, and has queries for all of its warpgroups."""
     hides = bool(spec.mask) or operands.bias is not None
     dims = padded_head_dims(operands.shapes, COLUMN_UNIT)
     needed = config.shared_bytes(dims, operands.q.dtype.itemsize, hides_values=hides)
     cleanable = not hides or (config.block_kv >= CLEANED_ROWS and config.warpgroups == 1)
-    return cleanable and needed <= max_shared_bytes(support.compute_capability())
+    busy = config.warpgroups == 1 or operands.shapes.q_len > config.block_q
+    return cleanable and busy and needed <= max_shared_bytes(support.compute_capability())

@@ -18,7 +18,6 @@ CLEANED_ROWS = 64  # kernels/junk.py looks at so many values at once
 WARPGROUP, MAX_REGISTERS = 128, 255  # threads; of one of them
 OTHER_REGISTERS = 40  # of a thread: addresses, row statistics, fragments on the way
 WARPS_ROWS = "four warps multiply 16 rows each, once or twice"
-LOOPS = ("two_meetings", "one_meeting", "pipelined")
 EVERY_ITEM = 2**31 - 1  # CTAs: one for each work item, and the hardware gives an SM the next when it has room
 
 
@@ -28,17 +27,7 @@ def max_shared_bytes(capability: tuple[int, int] | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """A warpgroup holds `block_q` queries and walks over keys in blocks of `block_kv`. One is a CTA.
-
-    thread_statistics: threads that share a row exchange its maximum only where the accumulator is rescaled, and its sum
-    in the end.
-    loop: how often all warps meet. "two_meetings": once for a block's keys and once for its values, each of which have
-    landed by then. "one_meeting": for both. "pipelined": likewise, and in blocks without a mask the next block's scores
-    are made beside the exponentials of this one.
-    warpgroups: of a CTA, each with queries and buffers of its own, as if it were one. Only the compiler sees a
-    difference: it gives a thread of three 168 registers at most, and an SM then has room for three.
-    shares_keys: they work on neighbouring queries of one head, and have the same blocks of keys and values.
-    """
+    """A warpgroup holds `block_q` queries and walks over keys in blocks of `block_kv`."""
 
     block_q: int = 128
     block_kv: int = 64
@@ -46,10 +35,7 @@ class ForwardConfig:
     q_in_registers: bool = False  # throughout, rather than read from shared memory in every step
     head_group: int = 4  # heads whose tiles are worked on together, so that their keys stay in L2
     rescale_threshold: float = 8.0  # rescale the accumulator only when some maximum grew by more, in base 2
-    thread_statistics: bool = False
-    loop: str = "two_meetings"
-    warpgroups: int = 1
-    shares_keys: bool = False
+    warpgroups: int = 1  # of a CTA: two hold neighbouring queries of a head, and have the same blocks of keys
 
     def __post_init__(self) -> None:
         if self.block_q not in (64, 128):
@@ -62,27 +48,12 @@ class ForwardConfig:
             raise ValueError(f"{self.head_group=} must be at least 1")
         if not 0 <= self.rescale_threshold <= 10:
             raise ValueError(f"{self.rescale_threshold=} must lie between 0 and 10: 2**threshold is kept in 16 bits")
-        if self.warpgroups not in (1, 2, 3):
-            raise ValueError(f"{self.warpgroups=} must be 1, 2 or 3")
-        if self.shares_keys and self.warpgroups == 1:
-            raise ValueError(f"{self.shares_keys=} wants a warpgroups of 2 or 3, who share them")
-        if self.loop not in LOOPS:
-            raise ValueError(f"{self.loop=} must be one of {', '.join(LOOPS)}")
-        if self.one_meeting and self.num_stages == 1:
-            raise ValueError(f"{self.loop=} wants a num_stages of 2 or 3: keys are read while the next ones come")
-
-    @property
-    def one_meeting(self) -> bool:
-        return self.loop != "two_meetings"
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"{self.warpgroups=} must be 1 or 2")
 
     @property
     def tile_q(self) -> int:
-        return self.block_q * (self.warpgroups if self.shares_keys else 1)
-
-    @property
-    def items(self) -> int:
-        """Of a CTA, of the schedule's."""
-        return 1 if self.shares_keys else self.warpgroups
+        return self.warpgroups * self.block_q
 
     @property
     def num_ctas(self) -> int:
@@ -90,16 +61,15 @@ class ForwardConfig:
 
     def out_has_own_buffer(self, head_dims: tuple[int, int]) -> bool:
         """On its way out O takes the place of the queries, or of a block of values, if it fits there."""
-        return head_dims[0] != head_dims[1] and (self.shares_keys or self.block_q > self.block_kv)
+        return head_dims[0] != head_dims[1] and (self.warpgroups > 1 or self.block_q > self.block_kv)
 
     def shared_bytes(self, head_dims: tuple[int, int], itemsize: int, *, hides_values: bool) -> int:
         """What a CTA needs, for padded head dims. hides_values: whether some values may need cleaning (junk.py)."""
-        q, out = (self.block_q * dim * itemsize for dim in head_dims)
+        q, out = (self.tile_q * dim * itemsize for dim in head_dims)
         k, v = (self.num_stages * self.block_kv * dim * itemsize for dim in head_dims)
         junk = (self.num_stages * 4, self.num_stages * self.block_kv * 4, self.block_q * 4) if hides_values else ()
-        own, keys = (q, out if self.out_has_own_buffer(head_dims) else 0), (k, v, *junk)
-        size = lambda buffers: sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers)  # noqa: E731
-        return self.warpgroups * size(own) + self.items * size(keys)
+        buffers = (q, k, v, out if self.out_has_own_buffer(head_dims) else 0, *junk)
+        return sum(round_up(size, BUFFER_ALIGNMENT) for size in buffers)
 
 
 @dataclasses.dataclass(frozen=True)

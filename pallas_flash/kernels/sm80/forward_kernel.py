@@ -1,9 +1,9 @@
 """FlashAttention forward for every GPU since Ampere: mma.sync and cp.async.
 
-A warpgroup, which is a CTA unless the configuration says otherwise, holds 64 or 128 queries and walks over the keys in
-blocks (FlashAttention-2, sections 3.1 to 3.3). Its four warps have rows of their own: P goes from the registers of S
-into those of the second product. Blocks of keys and of values are copied in turn while the other is multiplied; two
-CTAs on an SM overlap the softmax of one with products of the other.
+A warpgroup holds 64 or 128 queries and walks over the keys in blocks (FlashAttention-2, sections 3.1 to 3.3). Its four
+warps have rows of their own: P goes from the registers of S into those of the second product. Blocks of keys and of
+values are copied in turn while the other is multiplied. Two warpgroups on an SM overlap the softmax of one with
+products of the other: those of two CTAs, or of one, which then have the same blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
         functools.partial(_kernel, plan),
         out_type=(Residuals(out_type, row_type, row_type),),
         scratch_types=(plan_.buffers(plan, interpreted=interpret is not None),),
-        grid=(-(-work.shape[0] // config.items),),
+        grid=(work.shape[0],),
         grid_names=("cta",),
         num_threads=config.warpgroups,
         thread_name="wg",
@@ -68,42 +68,28 @@ def run(spec: AttentionSpec, operands: Operands, config: ForwardConfig, *, inter
 
 
 def _kernel(plan: Plan, inputs: Inputs, outputs: Residuals, buffers: Buffers) -> None:
-    """Each warpgroup for itself, but for keys that they share."""
-    config, index, wg = plan.config, lax.axis_index("cta"), jnp.int32(0)
-    if config.warpgroups > 1:
-        wg = lax.axis_index("wg")
-        buffers = buffers.of_warpgroup(wg)
-    if config.items > 1:
-        index = index * config.items + wg
-    work_on = lambda: _work_on(Worker(plan, inputs, outputs, buffers, _work(plan, inputs, index, wg)))  # noqa: E731
-    work_on() if config.items == 1 else pl.when(index < inputs.work.shape[0])(work_on)
-
-
-def _work_on(worker: Worker) -> None:
-    plan, inputs, _, buffers, work = worker
-    instructions = plan.instructions
+    wg = lax.axis_index("wg") if plan.config.warpgroups > 1 else 0
+    buffers, work = buffers.of_warpgroup(wg), _work(plan, inputs, wg)
+    worker = Worker(plan, inputs, outputs, buffers, work)
     if buffers.junk is not None:
-        junk.forget(buffers.junk, 0, instructions)
-    instructions.load(inputs.q, Rows(work.item.batch, work.q_base, work.item.head, plan.config.block_q), buffers.q)
+        junk.forget(buffers.junk, 0, plan.instructions)
+    rows = Rows(work.item.batch, work.q_base, work.item.head, plan.config.block_q)
+    plan.instructions.load(inputs.q, rows, buffers.q)
     for stage in range(plan.config.num_stages - 1):
         _copy_keys(worker, jnp.int32(stage))
         _copy_values(worker, jnp.int32(stage))
-    if not plan.config.one_meeting:
-        _copy_keys(worker, jnp.int32(plan.config.num_stages - 1))
+    _copy_keys(worker, jnp.int32(plan.config.num_stages - 1))
     state = _attend(worker)
-    _store(worker, state.out, softmax.finish_as(plan.spec, _totals(plan, state), plan.units, work.sink))
+    sink = None if inputs.sinks is None else inputs.sinks[work.item.head]  # not before: it takes a register
+    _store(worker, state.out, softmax.finish_as(plan.spec, _totals(plan, state), plan.units, sink))
 
 
-def _work(plan: Plan, inputs: Inputs, index: jax.Array, wg: jax.Array) -> Work:
-    item = schedule.load_item(inputs.work, index, jnp.int32(0))
+def _work(plan: Plan, inputs: Inputs, wg: Any) -> Work:
+    item = schedule.load_item(inputs.work, lax.axis_index("cta"), jnp.int32(0))
     item = WorkItem(*map(plan.instructions.uniform, item))
-    q_base = item.qi * plan.config.tile_q
-    if plan.config.shares_keys:
-        q_base += wg * plan.config.block_q
     return Work(
         item=item,
-        q_base=q_base,
-        sink=None if inputs.sinks is None else inputs.sinks[item.head],
+        q_base=item.qi * plan.config.tile_q + wg * plan.config.block_q,
         q_offset=inputs.scores.q_offset_of(plan.spec, item.batch),
         scores=inputs.scores.of(plan.spec, item.batch),
     )
@@ -122,10 +108,10 @@ def _copy_values(worker: Worker, step: jax.Array) -> None:
 
 
 def _copy(worker: Worker, source: Ref, buffer: Ref, step: jax.Array, *, by: int) -> None:
-    """by: the warpgroup that does so, if several share keys. The groups of the others are empty."""
+    """by: the warpgroup that does so, of two. The other's group is empty."""
     plan, item = worker.plan, worker.work.item
     wanted = step < item.kv_end - item.kv_start
-    if plan.config.shares_keys:
+    if plan.config.warpgroups > 1:
         # Asked in each step: a register for it throughout the loop would be one too many at head size 128.
         wanted = jnp.logical_and(wanted, lax.axis_index("wg") == by)
 
@@ -140,10 +126,9 @@ def _copy(worker: Worker, source: Ref, buffer: Ref, step: jax.Array, *, by: int)
 
 
 def _land(worker: Worker) -> None:
-    """Wait for the oldest copy that has not been waited for, with one meeting a block for the oldest two; all warps
-    have then read what was copied before."""
-    config, instructions, meeting = worker.plan.config, worker.plan.instructions, worker.buffers.meeting
-    instructions.wait_for_copies(2 * (config.num_stages - (2 if config.one_meeting else 1)))
+    """Wait for the oldest copy that has not been waited for; all warps have then read what was copied before."""
+    instructions, meeting = worker.plan.instructions, worker.buffers.meeting
+    instructions.wait_for_copies(2 * (worker.plan.config.num_stages - 1))
     instructions.commit() if meeting is None else meeting.hold()
 
 
@@ -163,10 +148,7 @@ def _attend(worker: Worker) -> State:
     if plan.some_masked:
         first_unmasked = schedule.first_unmasked(item)
         state = lax.fori_loop(0, first_unmasked, functools.partial(step, masked=True), state)
-    if plan.config.loop != "pipelined":
-        return lax.fori_loop(first_unmasked, end, functools.partial(step, masked=False), state)
-    pipelined = lambda: _attend_pipelined(worker, q, first_unmasked, end, state)  # noqa: E731
-    return lax.cond(first_unmasked < end, pipelined, lambda: state) if plan.some_masked else pipelined()
+    return lax.fori_loop(first_unmasked, end, functools.partial(step, masked=False), state)
 
 
 def _initial_state(plan: Plan) -> State:
@@ -180,106 +162,20 @@ def _initial_state(plan: Plan) -> State:
 
 def _step(worker: Worker, q: jax.Array | None, step: jax.Array, state: State, *, masked: bool) -> State:
     """S = Q K^T of a block of keys, its softmax, and O += P V."""
-    plan = worker.plan
-    one_meeting, following = plan.config.one_meeting, step + (plan.config.num_stages - 1)
+    plan, work, buffers, instructions = worker.plan, worker.work, worker.buffers, worker.plan.instructions
+    slot, following = _slot(plan, step), step + (plan.config.num_stages - 1)
     _land(worker)
-    if one_meeting:
-        _copy_keys(worker, following)
     _copy_values(worker, following)
-    scores = _products(worker, q, step)
-    if not one_meeting:
-        _land(worker)
-        _copy_keys(worker, following + 1)
-    scores = _logits(worker, step, scores, masked=masked)
-    state = _with_room(plan, _aware_of(plan, state, scores))
-    p, state = _exponentials(plan, scores, state)
-    return _with_values(worker, step, p, state, masked=masked)
-
-
-def _attend_pipelined(worker: Worker, q: jax.Array | None, first: jax.Array, end: jax.Array, state: State) -> State:
-    """Over the blocks [first, end), none of them masked and one at least: a block's scores are there before its step,
-    so that in each basic block exponentials, which wait for nothing but these, stand beside products."""
-    plan = worker.plan
-    following = plan.config.num_stages - 1
-
-    def land(step: jax.Array) -> None:
-        """A step's values, and the keys after it."""
-        _land(worker)
-        _copy_values(worker, step + following)
-        _copy_keys(worker, step + following + 1)
-
-    def body(step: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-        state, scores = carry
-        land(step)
-        state = _with_room(plan, state)
-        ahead = _products(worker, q, step + 1)
-        p, state = _exponentials(plan, scores, state)
-        ahead = _logits(worker, step + 1, ahead, masked=False)
-        state = _aware_of(plan, state, ahead)
-        return _with_values(worker, step, p, state, masked=False), ahead
-
+    scores = instructions.product(buffers.q if q is None else q, buffers.k.at[slot], transposed=True)
     _land(worker)
-    _copy_keys(worker, first + following)
-    scores = _logits(worker, first, _products(worker, q, first), masked=False)
-    state, scores = lax.fori_loop(first, end - 1, body, (_aware_of(plan, state, scores), scores))
-    land(end - 1)
-    p, state = _exponentials(plan, scores, _with_room(plan, state))
-    return _with_values(worker, end - 1, p, state, masked=False)
-
-
-def _products(worker: Worker, q: jax.Array | None, step: jax.Array) -> jax.Array:
-    """Q K^T."""
-    plan, _, _, buffers, _ = worker
-    keys = buffers.k.at[_slot(plan, step)]
-    return plan.instructions.product(buffers.q if q is None else q, keys, transposed=True)
-
-
-def _tile(worker: Worker, step: jax.Array, *, masked: bool) -> TileScores:
-    plan, work = worker.plan, worker.work
+    _copy_keys(worker, following + 1)
     index = schedule.tile_index(plan.config, work, schedule.selected_key_block(work.item, step), masked=masked)
-    return TileScores(plan.spec, work.scores, index, plan.instructions)
-
-
-def _logits(worker: Worker, step: jax.Array, scores: jax.Array, *, masked: bool) -> jax.Array:
-    """Of Q K^T, or that itself, if its softmax is taken with the scale."""
-    plan, tile = worker.plan, _tile(worker, step, masked=masked)
+    tile = TileScores(plan.spec, work.scores, index, instructions)
     if not plan.raw_scores:
         scores = tile.logits(scores)
-    return tile.masked(scores, plan.kv_len_if_cut) if masked else scores
-
-
-def _aware_of(plan: Plan, state: State, scores: jax.Array) -> State:
-    """With the maxima of these scores, too."""
-    if plan.config.thread_statistics:
-        found = plan.units.of_scores(plan.instructions.thread_maxima(scores))
-    else:
-        found = softmax.maxima(scores, plan.units).max(axis=1)
-    return state._replace(m=jnp.maximum(state.m, found))
-
-
-def _with_room(plan: Plan, state: State) -> State:
-    """With another shift, if the maxima are too far ahead of it for exponentials."""
-    instructions, units = plan.instructions, plan.units
-    out, m, shift, sums = state
-    rescale = instructions.any(units.log2(m - shift) > plan.config.rescale_threshold)
-    maxima = (lambda: instructions.row_maxima(m)) if plan.config.thread_statistics else (lambda: m)
-    new_shift = lax.cond(rescale, maxima, lambda: shift)
-    out, sums = softmax.rescaled(rescale, units.log2(shift - new_shift), out, sums)
-    return State(out, m, new_shift, sums)
-
-
-def _exponentials(plan: Plan, scores: jax.Array, state: State) -> tuple[jax.Array, State]:
-    """And the state with their sums."""
-    p = softmax.probabilities(scores, state.shift, plan.units)
-    own = plan.config.thread_statistics
-    sums = plan.instructions.thread_sums(p) if own else softmax.fold(jnp.add, p).sum(axis=1)
-    return p, state._replace(l=state.l + sums)
-
-
-def _with_values(worker: Worker, step: jax.Array, p: jax.Array, state: State, *, masked: bool) -> State:
-    """O += P V."""
-    plan, buffers, instructions = worker.plan, worker.buffers, worker.plan.instructions
-    slot, tile = _slot(plan, step), _tile(worker, step, masked=masked)
+    if masked:
+        scores = tile.masked(scores, plan.kv_len_if_cut)
+    p, state = _advance(plan, state, scores)
     weights = tile.kept(p).astype(plan.dtype)
     if plan.hides_values(masked=masked):
         columns = memory.tile_columns(buffers.v.shape, plan.dtype)
@@ -290,9 +186,21 @@ def _with_values(worker: Worker, step: jax.Array, p: jax.Array, state: State, *,
     return state._replace(out=out)
 
 
+def _advance(plan: Plan, state: State, scores: jax.Array) -> tuple[jax.Array, State]:
+    """exp(logits - shift), unnormalised, and the state with them; O is that so far, under the new shift.
+
+    Threads that share a row ask each other for its maximum only where some maximum is too far ahead of the shift."""
+    instructions, units = plan.instructions, plan.units
+    out, m, shift, sums = state
+    m = jnp.maximum(m, units.of_scores(instructions.thread_maxima(scores)))
+    rescale = instructions.any(units.log2(m - shift) > plan.config.rescale_threshold)
+    new_shift = lax.cond(rescale, lambda: instructions.row_maxima(m), lambda: shift)
+    out, sums = softmax.rescaled(rescale, units.log2(shift - new_shift), out, sums)
+    p = softmax.probabilities(scores, new_shift, units)
+    return p, State(out, m, new_shift, sums + instructions.thread_sums(p))
+
+
 def _totals(plan: Plan, state: State) -> softmax.RowTotals:
-    if not plan.config.thread_statistics:
-        return softmax.RowTotals(state.m, state.shift, state.l)
     instructions = plan.instructions
     return softmax.RowTotals(instructions.row_maxima(state.m), state.shift, instructions.row_sums(state.l))
 

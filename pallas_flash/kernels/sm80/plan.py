@@ -31,26 +31,26 @@ class Inputs(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    q: Ref  # [block_q, H]
+    q: Ref  # [warpgroups, block_q, H]
     k: Ref  # [stages, block_kv, H]
     v: Ref  # [stages, block_kv, Hv]
-    out: Ref | None  # [block_q, Hv]; None: takes the place of q, or of v
+    out: Ref | None  # [warpgroups, block_q, Hv]; None: takes the place of q, or of v
     junk: junk.Junk | None  # of v; None: nothing in a block of values is hidden
-    meeting: Meeting | NamedMeeting | None  # of warpgroups that share keys
+    meeting: Meeting | NamedMeeting | None  # of two warpgroups
 
-    def of_warpgroup(self, wg: jax.Array) -> Buffers:
-        own = self._replace(q=self.q.at[wg], out=None if self.out is None else self.out.at[wg])
-        return own if self.meeting is not None else own._replace(k=self.k.at[wg], v=self.v.at[wg])
+    def of_warpgroup(self, wg: Any) -> Buffers:
+        """With its queries and outputs alone."""
+        return self._replace(q=self.q.at[wg], out=None if self.out is None else self.out.at[wg])
 
 
 class State(NamedTuple):
-    """Between two key blocks."""
+    """Between two key blocks. Each of the four threads that share a row has the maximum and the sum of its own
+    elements: until the row is done they exchange nothing but a new shift (kernels/row_parts.py)."""
 
     out: jax.Array  # O, not yet normalised
-    m: jax.Array  # [block_q], the rows' maxima in the kernel's units
+    m: jax.Array  # [block_q], maxima in the kernel's units
     shift: jax.Array  # [block_q], as in softmax.RowStatistics
     l: jax.Array  # noqa: E741  [block_q], sums of exp(logits - shift)
-    # m and l: those of each thread's own elements, with `ForwardConfig.thread_statistics`
 
 
 class Work(NamedTuple):
@@ -58,7 +58,6 @@ class Work(NamedTuple):
 
     item: WorkItem
     q_base: jax.Array
-    sink: jax.Array | None
     q_offset: Any
     scores: ScoreOperands
 
@@ -107,16 +106,13 @@ class Plan:
 
 
 def buffers(plan: Plan, *, interpreted: bool) -> Buffers:
-    """Of a CTA; with several warpgroups, those of each of them side by side."""
+    """Of a CTA."""
     shapes, config = plan.shapes, plan.config
     head_dims = shapes.head_dim, shapes.value_head_dim
-    stages, block_q, block_kv = config.num_stages, config.block_q, config.block_kv
-    hides = plan.hides_values(masked=True)
-    assert not hides or config.warpgroups == 1, "forward_fits() refuses it"
-    several = lambda count: (count,) if count > 1 else ()  # noqa: E731
-    of_queries = lambda dim: memory.matrix((*several(config.warpgroups), block_q, dim), plan.dtype)  # noqa: E731
-    of_keys = lambda dim: memory.matrix((*several(config.items), stages, block_kv, dim), plan.dtype)  # noqa: E731
-    wgs = config.warpgroups
+    wgs, hides = config.warpgroups, plan.hides_values(masked=True)
+    assert not hides or wgs == 1, "forward_fits() refuses it"
+    of_queries = lambda dim: memory.matrix((wgs, config.block_q, dim), plan.dtype)  # noqa: E731
+    of_keys = lambda dim: memory.matrix((config.num_stages, config.block_kv, dim), plan.dtype)  # noqa: E731
     meeting = Meeting(plgpu.Barrier(num_arrivals=wgs)) if interpreted else NamedMeeting(wgs, fenced=False)
     return Buffers(
         q=of_queries(shapes.head_dim),
@@ -124,7 +120,7 @@ def buffers(plan: Plan, *, interpreted: bool) -> Buffers:
         v=of_keys(shapes.value_head_dim),
         out=of_queries(shapes.value_head_dim) if config.out_has_own_buffer(head_dims) else None,
         junk=_junk(config) if hides else None,
-        meeting=meeting if config.shares_keys else None,
+        meeting=meeting if wgs > 1 else None,
     )
 
 
