@@ -253,3 +253,16 @@ def test_an_array_made_inside_a_score_mod_is_refused_by_name():
     inside = gradient(score_mod=lambda s, b, h, i, j: s * jnp.arange(128)[j])
     with pytest.raises(NotImplementedError, match="iota on an array"):
         jax.jit(inside).trace(q)
+
+
+@pytest.mark.parametrize("kernels", ["sm90", "sm80"])
+@pytest.mark.parametrize("name", ["clip", "captured integers", "captured floats"])
+def test_gradients_of_score_mods_inside_shard_map(name, kernels):
+    """Where values have types that say along which axes they differ, constants and what was captured do not."""
+    slopes = jnp.ones(2)
+    score_mod = SCORE_MODS.get(name, lambda s, b, h, i, j: s + slopes[h] * 0.01 * (j - i))
+    attend = lambda q: flash_attention(q, q, q, implementation=kernels, score_mod=score_mod)  # noqa: E731
+    loss = lambda q: attend(q).astype(jnp.float32).sum()  # noqa: E731
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")))
+    mapped.trace(array((2, 128, 2, 64), jnp.bfloat16)).lower(lowering_platforms=("cuda",))

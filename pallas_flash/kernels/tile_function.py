@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 
 from pallas_flash.elementwise import Elementwise
-from pallas_flash.spec import LN2, LOG2E
+from pallas_flash.spec import LN2, LOG2E, vary
 
 # Of arrays in device memory, and of values on the way: with x64, Python's integers are int64.
 STORED = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "bfloat16", "float32")
@@ -150,8 +150,11 @@ def derivative(function: Elementwise) -> Derivative:
         value = lambda score: jaxpr_as_fun(ClosedJaxpr(jaxpr, captures))(score, *place)[0]  # noqa: E731
         return jax.jvp(value, (score,), (jnp.ones_like(score),))[1]
 
-    shape = lambda var: jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)  # noqa: E731
-    traced = jax.make_jaxpr(slope)([shape(x) for x in jaxpr.constvars], *(shape(x) for x in jaxpr.invars))
+    def like(var: Any) -> Any:  # inside shard_map, varying along the same axes
+        shape, dtype, axes = var.aval.shape, var.aval.dtype, tuple(var.aval.manual_axis_type.varying)
+        return jax.eval_shape(lambda: vary(jnp.zeros(shape, dtype), axes))
+
+    traced = jax.make_jaxpr(slope)([like(x) for x in jaxpr.constvars], *(like(x) for x in jaxpr.invars))
     assert not traced.consts, "what it captures are its arguments"
     return Derivative(traced.jaxpr, len(jaxpr.constvars))
 
