@@ -162,8 +162,13 @@ def _by_name[I: Candidate](spec: Any, operands: Any, name: str, table: tuple[Ent
 
 
 # What JAX says where a derivative or a device is missing, and what it means here.
+_NO_FORWARD_MODE = (
+    "has no forward-mode derivative (jvp, jacfwd, linearize): "
+    'flash_attention and ulysses_attention have one with implementation="reference"'
+)
 _REFUSALS = {
-    "forward-mode": 'has no forward-mode derivative (jvp, jacfwd, linearize): use implementation="reference"',
+    "forward-mode": _NO_FORWARD_MODE,
+    "unhashable type: 'Unhashable'": _NO_FORWARD_MODE,  # the same inside shard_map, without jit
     "Only interpret mode": "runs on NVIDIA GPUs only",
 }
 

@@ -205,7 +205,7 @@ class Rows(NamedTuple):
 
 
 def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Gradients:
-    rows = _backward_rows(residuals, cotangents)
+    rows = backward_rows(residuals, cotangents)
     call = Call.prepare(spec, operands, rows.dout)
     inputs = ScoreInputs(operands.scale, operands.score_mod, operands.bias)
     state = GradientState(*jax.tree.map(call.zeros_like, (call.q, call.k, call.v, scores.split(inputs)[0])))
@@ -215,10 +215,10 @@ def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cota
         for x, operand in zip(state[:3], (operands.q, operands.k, operands.v), strict=True)
     )
     dinputs = jax.tree.map(lambda total, x: total.astype(x.dtype), state.inputs, scores.split(inputs)[0])
-    return Gradients(dq, dk, dv, dinputs.bias, _sink_gradient(operands, rows), dinputs.scale, dinputs.score_mod)
+    return Gradients(dq, dk, dv, dinputs.bias, sink_gradient(operands, rows), dinputs.scale, dinputs.score_mod)
 
 
-def _backward_rows(residuals: Residuals, cotangents: Cotangents) -> Rows:
+def backward_rows(residuals: Residuals, cotangents: Cotangents) -> Rows:
     """Rows with no key get zeros, so that no junk in their cotangents goes any further."""
     out, m, l = residuals  # noqa: E741
     dead = m == -jnp.inf
@@ -276,7 +276,7 @@ def _add_inputs(total: ScoreInputs, part: ScoreInputs, qs: Slice, ks: Slice) -> 
     return ScoreInputs(scale, score_mod, bias)
 
 
-def _sink_gradient(operands: Operands, rows: Rows) -> Array | None:
+def sink_gradient(operands: Operands, rows: Rows) -> Array | None:
     """The sink is one more logit whose value vector is 0: d sink = p_sink * (0 - delta)."""
     if operands.sinks is None:
         return None

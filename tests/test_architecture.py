@@ -27,6 +27,7 @@ LAYERS = {
     "pallas_flash.spec": 0,
     "pallas_flash.elementwise": 0,
     "pallas_flash.combine": 0,
+    "pallas_flash.command_line": 0,
     "pallas_flash.decode_spec": 0,
     "pallas_flash.masks": 1,
     "pallas_flash.rotary": 1,

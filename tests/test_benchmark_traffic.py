@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -49,6 +50,21 @@ def ncu_on_path(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     return install
+
+
+@pytest.mark.parametrize("arguments", ["--implementations xla", "--force-tiles", "--output x", "--measure --tiles 64"])
+def test_each_option_is_of_one_way_to_count(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["traffic", "--workloads", "gpt2-full*", *arguments.split()])
+    option = arguments.removeprefix("--measure ").split()[0]
+    assert re.search(rf"error: {option}: only with(out)? --measure", capsys.readouterr().err)
+
+
+def test_counts_that_cannot_be_written(ncu_on_path, capsys):
+    ncu_on_path(NCU)
+    command = ["traffic", "--measure", "--workloads", "gpt2-full*", "--implementations", "reference"]
+    assert command_line.main([*command, "--output", "/dev/null/x"]) == 2
+    assert capsys.readouterr().err == "error: --output /dev/null/x: Not a directory\n"
 
 
 def test_traffic_as_counted(tmp_path, ncu_on_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,51 @@ def test_command_line(tmp_path, capsys):
     (tmp_path / "bad.json").write_text("{}")
     assert command_line.main(["report", str(tmp_path / "bad.json"), "--output", str(tmp_path)]) == 2
     assert "schema" in capsys.readouterr().err
+
+
+WRONG_RINGS = {
+    "--devices": ["--devices -1", "--devices 0", "--devices 1", "--devices two", "--devices 64"],
+    "--tokens": ["--tokens 0", "--tokens 1022 --devices 2", "--tokens 65536 --devices 3", "--tokens 6"],
+    "--heads": ["--heads 0", "--heads -2"],
+    "--head-dim": ["--head-dim 0"],
+    "--heads-at-once": [f"--heads-at-once {heads}" for heads in ("2 2", "3", "32", "0", "1 -1")],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RINGS)
+def test_arguments_of_the_ring(name, capsys):
+    for arguments in WRONG_RINGS[name]:
+        with pytest.raises(SystemExit, match="2"):
+            ring.main(arguments.split())
+        assert re.search(rf"error: (argument )?{name}: .*must be|error: {name}: .* ring", capsys.readouterr().err)
+
+
+def test_a_folder_of_the_ring_is_made_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ring.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(ring, "measure", lambda parsed: pytest.fail("measured"))
+    for option in ("--output", "--trace"):
+        with pytest.raises(SystemExit, match="2"):
+            ring.main(["--devices", "2", "--output", str(tmp_path), option, "/dev/null/x"])
+        assert f"error: {option} /dev/null/x: Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["nan", "-5", "0", "inf", "x"])
+def test_a_limit_is_a_time(limit, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["run", "--limit", limit])
+    assert f"argument --limit: must be a finite number above 0, not '{limit}'" in capsys.readouterr().err
+
+
+def test_tiles_are_wanted_in_a_pass_that_has_them(capsys):
+    for passed in ("decode", "forward+backward"):
+        assert command_line.main(["run", "--tiles", "--list", "--passes", passed]) == 2
+        assert "--tiles: wanted with --passes forward or backward" in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_written(saved, capsys):
+    for command in (["run", "--quick"], ["report", str(saved)]):
+        assert command_line.main([*command, "--output", "/dev/null/x"]) == 2
+        assert capsys.readouterr().err.endswith("error: --output /dev/null/x: Not a directory\n")
 
 
 def test_what_a_machine_lacks_is_said(tmp_path, capsys, monkeypatch):

@@ -157,6 +157,44 @@ def test_ulysses_equals_one_device(name: str) -> None:
     assert ("all-gather" in found) == ("segment_ids" in call), found
 
 
+@pytest.mark.parametrize("attend", [ring_attention, ulysses_attention])
+def test_sinks_of_rows_without_a_key(attend: Any) -> None:
+    """A sink of -inf is none: such a row, and NaN in its cotangents, has no part in the sinks' gradient."""
+    call = inputs(q_len=8, kv_len=8, heads=(2, 2), dims=(4, 4))
+    q, k, v = (jnp.asarray(call[name]) for name in "qkv")
+    causal = functools.partial(attend, axis_name="x", is_causal=True, query_offset=-3, return_residual=True)
+    run = lambda sinks: jax.shard_map(  # noqa: E731
+        lambda q, k, v, sinks: causal(q, k, v, sinks=sinks),
+        mesh=mesh_of((2,), ("x",)),
+        in_specs=(ROWS, ROWS, ROWS, P()),
+        out_specs=ROWS,
+    )(q, k, v, sinks)
+    one = lambda sinks: flash_attention(  # noqa: E731
+        q, k, v, sinks=sinks, is_causal=True, query_offset=-3, return_residual=True
+    )
+    dead = jnp.arange(8) < 3
+
+    def gradient(run: Any, no_key: float) -> Any:
+        (out, lse), pullback = jax.vjp(run, jnp.array([-jnp.inf, 0.5]))
+        dlse = jnp.ones_like(lse).at[..., 0].set(jnp.where(dead, no_key, 1.0))
+        return pullback((jnp.where(dead[:, None, None], no_key, jnp.ones_like(out)), dlse))[0]
+
+    want = gradient(one, 1.0)
+    assert want[0] == 0 and jnp.isfinite(want).all()
+    np.testing.assert_allclose(jax.jit(lambda: gradient(run, 1.0))(), want, rtol=1e-5)
+    np.testing.assert_array_equal(jax.jit(lambda: gradient(run, jnp.nan))()[0], 0)
+
+
+@pytest.mark.parametrize("attend", [ring_attention, ulysses_attention, flash_attention])
+def test_forward_mode_is_refused_by_name(attend: Any) -> None:
+    x = jnp.ones((1, 4, 2, 4))
+    attend = attend if attend is flash_attention else functools.partial(attend, axis_name="x")
+    tangent = lambda x: jax.jvp(lambda x: attend(x, x, x), (x,), (x,))[1]  # noqa: E731
+    run = jax.shard_map(tangent, mesh=mesh_of((2,), ("x",)), in_specs=ROWS, out_specs=ROWS)
+    with pytest.raises(NotImplementedError, match="implementation='xla' has no forward-mode derivative"):
+        run(x)
+
+
 @pytest.mark.parametrize(("check_vma", "heads_at_once"), [(True, None), (True, 1), (False, 1)])
 def test_gradients_of_what_a_score_mod_captures(check_vma: bool, heads_at_once: int | None) -> None:
     """Where shard_map checks, they are summed over the devices inside the backward pass: none may skip it."""

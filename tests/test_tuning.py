@@ -104,6 +104,18 @@ def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):
     assert "no NVIDIA GPU" in capsys.readouterr().err
 
 
+def test_a_folder_is_made_before_anything_is_measured(capsys, monkeypatch):
+    monkeypatch.setattr(command.kernels, "obstacle", lambda kernel: None)
+    monkeypatch.setattr(command, "_tune", lambda *_: pytest.fail("measured"))
+    for arguments, said in (
+        (["--folder", "/dev/null/x"], "error: --folder /dev/null/x: Not a directory"),
+        (["--seq-len", "0"], "argument --seq-len: must be a whole number of at least 1"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(arguments)
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("wrong", ["0", "128/300", "a", "1/2/3"])
 def test_head_dims_are_checked(wrong, capsys):
     with pytest.raises(SystemExit):

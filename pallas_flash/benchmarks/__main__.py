@@ -13,7 +13,10 @@ import jax
 
 from pallas_flash.benchmarks import cases, decoding, peers
 from pallas_flash.benchmarks.cases import PASSES
+from pallas_flash.command_line import positive, seconds
 
+OUTPUT = Path("output/benchmarks")
+TRAFFIC_TILES = (64, 128, 256)
 QUICK_IMPLEMENTATIONS = ["xla", "reference", "jax.nn-xla"]
 
 
@@ -44,11 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--quick", action="store_true", help="tiny workloads, in plain JAX: a check of the benchmark itself"
     )
-    run.add_argument("--rounds", type=_positive, default=3, help="in each, every program is timed once (default: 3)")
-    run.add_argument("--iterations", type=_positive, default=8, help="calls of a program a round (default: 8)")
+    run.add_argument("--rounds", type=positive, default=3, help="in each, every program is timed once (default: 3)")
+    run.add_argument("--iterations", type=positive, default=8, help="calls of a program a round (default: 8)")
     run.add_argument("--sustained", action="store_true", help="also after half a second of calls back to back")
-    run.add_argument("--limit", type=float, metavar="SECONDS", help="start no workload that may not end within them")
-    run.add_argument("--output", type=Path, default=Path("output/benchmarks"), metavar="FOLDER")
+    run.add_argument("--limit", type=seconds, metavar="SECONDS", help="start no workload that may not end within them")
+    run.add_argument("--output", type=Path, default=OUTPUT, metavar="FOLDER")
     run.add_argument("--note", help="anything worth knowing of this run, such as compiler flags; it is in the file")
     run.add_argument(
         "--tiles", action="store_true", help="also our kernels with every size of tile, in the passes that have them"
@@ -57,25 +60,21 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="tables (Markdown, HTML) and figures (PNG, SVG) of JSON files")
     report.set_defaults(command=_report)
     report.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    report.add_argument("--output", type=Path, default=Path("output/benchmarks/report"), metavar="FOLDER")
+    report.add_argument("--output", type=Path, default=OUTPUT / "report", metavar="FOLDER")
     traffic = commands.add_parser(
         "traffic", help="FLOPs and bytes of standard and flash attention: by formula, or counted with --measure"
     )
-    traffic.set_defaults(command=_traffic)
+    traffic.set_defaults(command=_traffic, refuse=traffic.error)
     traffic.add_argument("--workloads", nargs="+", metavar="GLOB", default=["*"], help="by name (default: all)")
     traffic.add_argument("--passes", nargs="+", choices=PASSES, default=["forward+backward"], metavar="PASS")
-    traffic.add_argument("--tiles", nargs="+", type=_positive, default=[64, 128, 256], metavar="ROWS")
+    traffic.add_argument(
+        "--tiles", nargs="+", type=positive, metavar="ROWS", help=f"by formula (default: {TRAFFIC_TILES})"
+    )
     traffic.add_argument("--measure", action="store_true", help="count the bytes of device memory by ncu, on this GPU")
     traffic.add_argument("--implementations", nargs="+", metavar="NAME", help="to measure, by name (default: all)")
     traffic.add_argument("--force-tiles", action="store_true", help="measure our kernels with every size of tile too")
-    traffic.add_argument("--output", type=Path, default=Path("output/benchmarks"), metavar="FOLDER")
+    traffic.add_argument("--output", type=Path, metavar="FOLDER", help=f"of what is measured (default: {OUTPUT})")
     return parser
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return number
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -123,19 +122,32 @@ def _report(options: argparse.Namespace) -> int:
 def _tiled(passes: list[str]) -> list[peers.Peer]:
     from pallas_flash.benchmarks import tiles
 
+    if passes and not set(passes) & set(tiles.TILES):
+        raise ValueError(f"--tiles: wanted with --passes {' or '.join(tiles.TILES)}, not {' '.join(passes)} alone")
     return [peer for passed in tiles.TILES if passed in passes for peer in tiles.peers(passed)]
 
 
 def _traffic(options: argparse.Namespace) -> int:
     from pallas_flash.benchmarks import tables, traffic
 
+    _check_traffic(options)
     workloads = cases.select(options.workloads, cases.WORKLOADS)
     if options.measure:
         return _measure_traffic(workloads, options)
     for passed in options.passes:
-        made = traffic.table(workloads, passed, options.tiles)
+        made = traffic.table(workloads, passed, options.tiles or list(TRAFFIC_TILES))
         print(f"{made.title}\n\n{tables.markdown(made)}\n")
     return 0
+
+
+def _check_traffic(options: argparse.Namespace) -> None:
+    """Some options are for one of the two ways to count alone."""
+    to_measure = ("implementations", "force_tiles", "output")
+    given = ["--" + name.replace("_", "-") for name in to_measure if getattr(options, name)]
+    if given and not options.measure:
+        options.refuse(f"{', '.join(given)}: only with --measure; by formula, --tiles says which sizes of tile")
+    if options.tiles and options.measure:
+        options.refuse("--tiles: only without --measure; with it, --force-tiles takes every size of tile")
 
 
 def _measure_traffic(workloads: list[cases.Workload], options: argparse.Namespace) -> int:
@@ -148,7 +160,7 @@ def _measure_traffic(workloads: list[cases.Workload], options: argparse.Namespac
     chosen = peers.select(options.implementations, peers.all_peers())
     chosen = [peer for peer in chosen if peer.attend is not None]  # PyTorch has a process of its own already
     chosen += _tiled(["forward"] if options.force_tiles else [])
-    file = results.ResultsFile(options.output, traffic.KIND)
+    file = results.ResultsFile(options.output or OUTPUT, traffic.KIND)
     try:
         traffic.measure(workloads, chosen, options.passes, file, _show_traffic)
     except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from pallas_flash.benchmarks import environment, results, traffic
 from pallas_flash.benchmarks.cases import PASSES
 from pallas_flash.benchmarks.decoding import PASS as DECODE
 from pallas_flash.benchmarks.tables import Table, as_html, markdown
+from pallas_flash.command_line import make_folder
 
 Content = dict[str, Any]
 # Of the implementations of this package, the first of these that was measured is the one compared.
@@ -272,7 +273,7 @@ def write(files: list[Path], folder: Path) -> Path:
     contents = [results.read(path) for path in files]
     if len({content["environment"]["device"] for content in contents}) > 1:
         raise ValueError("report: the files are of different devices; make one report for each")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder("--output", folder)
     drawn = figures.draw(contents, folder)
     text, page = ["# Benchmarks", READING], ["<h1>Benchmarks</h1>", f"<p>{html.escape(READING)}</p>"]
     for name in drawn:

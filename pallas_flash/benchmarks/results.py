@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from pallas_flash.benchmarks.environment import facts
+from pallas_flash.command_line import make_folder
 
 SCHEMA = 1
 
 
 class ResultsFile:
-    """A new file in a folder, named by the time; `write` replaces its content in one move."""
+    """A new file in a folder, named by the time; `write` replaces its content in one move. ValueError if the folder
+    cannot be written to."""
 
     def __init__(self, folder: Path, kind: str = "benchmarks"):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder("--output", folder)
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         number = 1
         while True:

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_flash import flash_attention
 from pallas_flash.benchmarks.results import ResultsFile, environment
+from pallas_flash.command_line import make_folder, positive
 from pallas_flash.distributed import from_zigzag, ring_attention, to_zigzag
 
 AXIS = "context"
@@ -140,24 +141,46 @@ def against_one_device(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, help="how many share the sequence (default: all)")
-    parser.add_argument("--tokens", type=int, default=2**16)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--devices", type=positive, help="how many share the sequence, at least 2 (default: all)")
+    parser.add_argument("--tokens", type=positive, default=2**16)
+    parser.add_argument("--heads", type=positive, default=16)
+    parser.add_argument("--head-dim", type=positive, default=128)
     parser.add_argument(
-        "--heads-at-once", type=int, nargs="*", default=[2, 1], help="rings to measure beside that of all heads"
+        "--heads-at-once", type=positive, nargs="*", default=[2, 1], help="rings to measure beside that of all heads"
     )
     parser.add_argument("--output", type=Path, default=Path("output/benchmarks"), help="folder of the JSON file")
     parser.add_argument("--trace", type=Path, help="folder of a profile")
-    parsed = parser.parse_args(arguments)
-    gpus = 0 if jax.default_backend() == "cpu" else jax.device_count()
-    if gpus < (needed := parsed.devices or 2):
-        parser.error(f"it measures a ring of {needed} GPUs or more, and there are {gpus} here")
-    for heads in parsed.heads_at_once:
-        if heads < 1 or parsed.heads % heads:
-            parser.error(f"--heads-at-once must divide --heads={parsed.heads}, not {heads}")
+    parsed = parser.parse_args(given)
+    try:
+        _check(parsed, 0 if jax.default_backend() == "cpu" else jax.device_count())
+    except ValueError as error:
+        parser.error(str(error))
+    return parsed
+
+
+def _check(parsed: argparse.Namespace, gpus: int) -> None:
+    """ValueError that names the argument, before anything is measured."""
+    if parsed.devices == 1:
+        raise ValueError("--devices: a ring is of at least 2, not 1")
+    groups = parsed.heads_at_once
+    if len(set(groups)) < len(groups) or any(parsed.heads % heads for heads in groups):
+        wanted = f"different divisors of --heads={parsed.heads}"
+        raise ValueError(f"--heads-at-once: must be {wanted}, not {' '.join(map(str, groups))}")
+    needed = parsed.devices or max(gpus, 2)
+    if parsed.tokens % (2 * needed):
+        wanted = f"a multiple of {2 * needed}, as {needed} devices hold two parts each (zigzag)"
+        raise ValueError(f"--tokens: must be {wanted}, not {parsed.tokens}")
+    if gpus < needed:
+        raise ValueError(f"--devices: it measures a ring of {needed} GPUs or more, and there are {gpus} here")
+    for option, folder in (("--output", parsed.output), ("--trace", parsed.trace)):
+        if folder is not None:
+            make_folder(option, folder)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parsed = _arguments(arguments)
     rows = measure(parsed)
     file = ResultsFile(parsed.output, "ring")
     shape = {name: getattr(parsed, name) for name in ("tokens", "heads", "head_dim")}

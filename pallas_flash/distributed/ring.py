@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_flash import autodiff, dispatch, reference
+from pallas_flash import autodiff, dispatch, reference, xla
 from pallas_flash.combine import Partial, combine
 from pallas_flash.distributed import plan as plan_
 from pallas_flash.distributed import steps
@@ -99,7 +99,9 @@ def ring_attention(
     local = local_call("ring_attention", (query, key, value), arguments, axis_name, return_residual)
     _, operands, lead = local.call
     groups = groups_of(heads_at_once, operands.shapes.num_kv_heads)
-    output = _attend(_ring(local, Order(order, local.devices), implementation, groups), operands)
+    ring = _ring(local, Order(order, local.devices), implementation, groups)
+    with dispatch.refusals_by_name(ring.choice):
+        output = _attend(ring, operands)
     out = output.out.reshape(*lead, *output.out.shape[1:])
     if not return_residual:
         return out
@@ -212,18 +214,7 @@ def _backward(ring: Ring, operands: Operands, residuals: Residuals, cotangents: 
         q=whole(sums.q, operands.q),
         k=whole(dk, operands.k),
         v=whole(dv, operands.v),
-        sinks=_sink_gradient(operands, residuals, cotangents),
+        sinks=xla.sink_gradient(operands, xla.backward_rows(residuals, cotangents)),  # once for all keys
         scale=sums.shared[0],
         score_mod=sums.shared[1],
     )
-
-
-def _sink_gradient(operands: Operands, residuals: Residuals, cotangents: Cotangents) -> Array | None:
-    """d sink = p_sink * (0 - delta), as everywhere, but once for all keys."""
-    if operands.sinks is None:
-        return None
-    out, lse, _ = residuals
-    p_sink = jnp.exp(operands.sinks.astype(lse.dtype)[:, None] - lse)
-    product = jnp.where(out == 0, 0, out.astype(lse.dtype) * cotangents.out.astype(lse.dtype))
-    delta = jnp.swapaxes(product.sum(-1), 1, 2) - cotangents.lse
-    return -jnp.sum(p_sink * delta, axis=(0, 2)).astype(operands.sinks.dtype)

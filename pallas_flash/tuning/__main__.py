@@ -8,14 +8,21 @@ from pathlib import Path
 
 import jax
 
+from pallas_flash.command_line import make_folder, positive
 from pallas_flash.tuning import cache, kernels, search
 from pallas_flash.tuning.cache import Case
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     chosen = [kernel for kernel in kernels.TUNED if kernel.table in options.tables]
     obstacles = {kernel.table: kernels.obstacle(kernel) for kernel in chosen}
+    if not all(obstacles.values()):
+        try:
+            make_folder("--folder", options.folder)
+        except ValueError as error:
+            parser.error(str(error))
     for kernel in chosen:
         if (obstacle := obstacles[kernel.table]) is not None:
             print(f"{kernel.table}: nothing to tune: {obstacle}", file=sys.stderr)
@@ -38,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--masks", nargs="+", choices=("full", "causal"), default=("full", "causal"))
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--seq-len", type=int, default=8192, help="queries and keys of the measured call")
+    parser.add_argument("--seq-len", type=positive, default=8192, help="queries and keys of the measured call")
     parser.add_argument(
         "--folder", type=Path, default=cache.user_folder(), help="where the tables go (default: %(default)s)"
     )
