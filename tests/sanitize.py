@@ -61,7 +61,8 @@ def sanitize(tool: str, name: str, implementation: str) -> str:
             except BaseException as error:
                 os.killpg(process.pid, signal.SIGKILL)
                 if isinstance(error, subprocess.TimeoutExpired):
-                    raise Failure(f"not done after {TIMEOUT} s") from error
+                    said, _ = process.communicate()
+                    raise Failure(f"not done after {TIMEOUT} s: {said[-2000:] or 'no output'}") from error
                 raise
     if process.returncode not in (0, FOUND) or ENDED not in said:
         raise Failure(f"ended with status {process.returncode}: {said[-2000:] or 'no output'}")

@@ -22,10 +22,10 @@ COMBINE = "flash_decode_combine_sm90_mosaic_gpu_kernel"
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Install a compute-sanitizer that says this and ends so."""
 
-    def install(said: str, status: int = sanitize.FOUND, ended: bool = True) -> None:
+    def install(said: str, status: int = sanitize.FOUND, ended: bool = True, then: str = "") -> None:
         (tmp_path / "said").write_text(f"{said}\n{sanitize.ENDED if ended else ''}\n")
         script = tmp_path / "compute-sanitizer"
-        script.write_text(f"#!/bin/sh\ncat {tmp_path}/said; exit {status}\n")
+        script.write_text(f"#!/bin/sh\ncat {tmp_path}/said; {then} exit {status}\n")
         script.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
@@ -57,6 +57,13 @@ def test_silence_is_clean_only_from_a_call_that_ended(tool: Any) -> None:
     for said, status, ended in (("", 1, True), ("", 0, False), (READ.format(XLA), sanitize.FOUND, False)):
         tool(said, status, ended)
         assert sanitize.check("initcheck", "a call", "sm90", {"initcheck"}) == "found"
+
+
+def test_a_run_that_hangs_says_how_far_it_came(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitize, "TIMEOUT", 1)
+    tool("so far", then="sleep 600;")
+    with pytest.raises(sanitize.Failure, match="not done after 1 s: so far"):
+        sanitize.sanitize("memcheck", "a call", "sm90")
 
 
 def test_a_control_that_fails_ends_everything(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:

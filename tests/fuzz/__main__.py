@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import sys
 
+from pallas_flash import command_line
 from tests import interpreted
 from tests.conftest import small_tiles
 from tests.fuzz import run
@@ -27,7 +28,7 @@ TILE = 32  # of xla: the calls are small, and should have several
 def main(arguments: list[str] | None = None) -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__, formatter_class=layout)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=command_line.seconds, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--implementations", nargs="+", default=["reference", "xla"], metavar="NAME")
     parser.add_argument("--case", help="check this one alone")
