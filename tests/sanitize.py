@@ -26,6 +26,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from pallas_flash import command_line
 from tests import sanitized
 
 ROOT = Path(__file__).parent.parent
@@ -119,18 +120,12 @@ def unfollowed_by(tools: list[str]) -> set[str]:
     return found
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
-    return int(text)
-
-
 def main(arguments: list[str] | None = None) -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m tests.sanitize", description=__doc__, formatter_class=layout)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--implementation", choices=("sm90", "sm80"), default="sm90")
-    parser.add_argument("--jobs", type=_count, default=1, help="processes side by side, on one GPU")
+    parser.add_argument("--jobs", type=command_line.positive, default=1, help="processes side by side, on one GPU")
     parser.add_argument("--run", metavar="CALL", help="one call, without a tool")
     options = parser.parse_args(arguments)
     names = list(sanitized.calls(options.implementation))
