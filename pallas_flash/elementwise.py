@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
+from jax import core  # and not jax.extend.core: importing that takes 30 ms, and empties the caches of jit
 
 from pallas_flash.spec import Array, vary, varying_axes
 
@@ -50,7 +51,7 @@ class Elementwise:
         `table[head]` is one load where all elements share the head."""
         args = tuple(vary(arg, self._axes) for arg in args)
         shape = jnp.broadcast_shapes(*(arg.shape for arg in args))
-        program: Any = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, list(captures)))
+        program: Any = functools.partial(core.eval_jaxpr, self.jaxpr, captures)
         if not set(varying_axes(args)) <= set(self._axes) or jax.sharding.get_abstract_mesh() != self._mesh:
             program = lambda *scalars: _evaluate(self.jaxpr, captures, scalars)  # noqa: E731
         function = lambda *scalars: program(*scalars)[0]  # noqa: E731

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
+from jax import core, lax
 
 from pallas_flash.elementwise import Elementwise
 from pallas_flash.spec import LN2, LOG2E, vary
@@ -147,7 +146,7 @@ def derivative(function: Elementwise) -> Derivative:
     jaxpr = function.jaxpr
 
     def slope(captures: list[Any], score: Any, *place: Any) -> Any:
-        value = lambda score: jaxpr_as_fun(ClosedJaxpr(jaxpr, captures))(score, *place)[0]  # noqa: E731
+        value = lambda score: core.eval_jaxpr(jaxpr, captures, score, *place)[0]  # noqa: E731
         return jax.jvp(value, (score,), (jnp.ones_like(score),))[1]
 
     def like(var: Any) -> Any:  # inside shard_map, varying along the same axes
