@@ -52,11 +52,16 @@ def dynamic_ranges(
 def depend_on_data(spec: AttentionSpec) -> bool:
     """Whether `dynamic_ranges` know more than `static_ranges`, or offsets are needed that only the data has."""
     known = None not in (spec.q_offset, spec.kv_offset)
-    return not known or any(part.uses_batch or isinstance(part, Segments) for part in spec.mask)
+    return not known or any(map(has_ranges_by_data, spec.mask))
+
+
+def has_ranges_by_data(part: Any) -> bool:
+    """Whether the arrays of a part of a mask say which tiles it needs."""
+    return part.uses_batch or isinstance(part, Segments)
 
 
 def _has_arrays(part: Any) -> bool:
-    return part.uses_batch or isinstance(part, Segments | masks.Predicate | masks.Dense)
+    return has_ranges_by_data(part) or isinstance(part, masks.Predicate | masks.Dense)
 
 
 def _ranges(

@@ -18,7 +18,6 @@ import itertools
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pallas_flash import command_line
+from pallas_flash.benchmarks import ncu
 from tests import sanitized
 
 ROOT = Path(__file__).parent.parent
@@ -53,21 +53,14 @@ def sanitize(tool: str, name: str, implementation: str) -> str:
     command += [sys.executable, "-m", "tests.sanitize", "--run", name, "--implementation", implementation]
     with tempfile.TemporaryDirectory() as folder:  # the tools leave files there, which several of them might share
         own = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": flags, "TMPDIR": folder}
-        kept, merged = subprocess.PIPE, subprocess.STDOUT
-        with subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | own, stdout=kept, stderr=merged, text=True, start_new_session=True
-        ) as process:
-            try:
-                said, _ = process.communicate(timeout=TIMEOUT)
-            except BaseException as error:
-                os.killpg(process.pid, signal.SIGKILL)
-                if isinstance(error, subprocess.TimeoutExpired):
-                    said, _ = process.communicate()
-                    raise Failure(f"not done after {TIMEOUT} s: {said[-2000:] or 'no output'}") from error
-                raise
-    if process.returncode not in (0, FOUND) or ENDED not in said:
-        raise Failure(f"ended with status {process.returncode}: {said[-2000:] or 'no output'}")
-    return said if process.returncode else ""
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        try:
+            status, said = ncu.run_whole(command, TIMEOUT, cwd=ROOT, env=os.environ | own, **streams)
+        except subprocess.TimeoutExpired as error:
+            raise Failure(f"not done after {TIMEOUT} s: {error.output[-2000:] or 'no output'}") from error
+    if status not in (0, FOUND) or ENDED not in said:
+        raise Failure(f"ended with status {status}: {said[-2000:] or 'no output'}")
+    return said if status else ""
 
 
 def findings(report: str) -> set[tuple[str, str]]:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_flash.benchmarks.cases import Workload
 
@@ -67,7 +67,10 @@ def count(workload: Workload, implementation: str, kind: str) -> list[Kernel]:
         flags = "XLA_FLAGS=--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
         own = [flags, "XLA_PYTHON_CLIENT_PREALLOCATE=false", f"TMPDIR={folder}"]
         command = ["/usr/bin/env", *own, *command]
-        status, errors = _run(command)
+        try:
+            status, errors = run_whole(command, TIMEOUT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"not done after {TIMEOUT} s") from error
         said = log.read_text() if log.is_file() else ""
     if status:
         lines = [line for line in (errors + said).splitlines() if line.strip()]
@@ -75,18 +78,18 @@ def count(workload: Workload, implementation: str, kind: str) -> list[Kernel]:
     return parse(said)
 
 
-def _run(command: list[str]) -> tuple[int, str]:
-    """Exit status and standard error. Nothing of it is left over: ncu does not end the program that it started."""
-    nowhere, kept = subprocess.DEVNULL, subprocess.PIPE
-    with subprocess.Popen(command, stdout=nowhere, stderr=kept, text=True, start_new_session=True) as process:
+def run_whole(command: list[str], seconds: float, **options: Any) -> tuple[int, str]:
+    """Exit status of a program, and what it says where `options`, those of `Popen`, put a pipe. TimeoutExpired, with
+    what it said so far, if it takes longer. Nothing of it is left over: ncu alone leaves its program running."""
+    with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
         try:
-            _, errors = process.communicate(timeout=TIMEOUT)
+            said = process.communicate(timeout=seconds)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
-                raise RuntimeError(f"not done after {TIMEOUT} s") from error
+                error.output = "".join(filter(None, process.communicate()))
             raise
-    return process.returncode, errors
+    return process.returncode, "".join(filter(None, said))
 
 
 def parse(text: str) -> list[Kernel]:

@@ -161,7 +161,7 @@ def where_needed[R](
     conditions = []
     if not pair.always:
         conditions.append(_needed(ring, pair, at.device, at.owner))
-    by_data = any(part.uses_batch or isinstance(part, Segments) for part in spec.mask)
+    by_data = any(map(tile_ranges.has_ranges_by_data, spec.mask))
     if by_data and ring.choice is not None and ring.choice.cuda is xla:
         shapes = operands.shapes
         ranges = tile_ranges.dynamic_ranges(spec, operands, shapes.q_len, shapes.kv_len)
