@@ -94,11 +94,13 @@ def _wall(call: Callable[[], Any], count: int) -> float:
 
 
 def interleave(programs: Sequence[tuple[Program, Samples]], timer: Timer, rounds: int, *, sustained: bool) -> None:
-    """Every program once in each round: what the clocks do hits all alike. Fills the samples as it goes, so that an
-    interruption leaves what was measured."""
+    """Every program once in each round, and another one first each time: what the clocks do hits all alike, and none
+    always follows the same other, which may leave them high or low. Fills the samples as it goes, so that an interruption
+    leaves what was measured."""
     steps = [timer.sample] * rounds + [timer.sustain] * sustained
-    for step in steps:
-        for program, samples in programs:
+    for turn, step in enumerate(steps):
+        first = turn % max(len(programs), 1)
+        for program, samples in (*programs[first:], *programs[:first]):
             if samples.failure is None:
                 try:
                     step(program, samples)
