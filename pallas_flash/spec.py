@@ -87,6 +87,7 @@ class AttentionSpec:
     precision: Any = None  # jax.lax.PrecisionLike for both products
     deterministic: bool = False
     return_max_logit: bool = False
+    shares_device: bool = False  # other kernels run beside this call's (a ring sends keys): none may wait for the other
 
 
 class Residuals(NamedTuple):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -17,8 +19,11 @@ from jax.sharding import PartitionSpec as P
 from pallas_flash import flash_attention, masks
 from pallas_flash.distributed import from_zigzag, plan, ring_attention, to_zigzag
 from pallas_flash.distributed.order import Order
+from pallas_flash.kernels import sm90
+from pallas_flash.kernels.sizes import EVERY_ITEM
+from pallas_flash.kernels.sm90 import backward_pass
 from pallas_flash.masks import Band
-from pallas_flash.spec import AttentionSpec, Shapes
+from pallas_flash.spec import AttentionSpec, Operands, Shapes
 from tests.sharding import mesh_of
 
 ROWS = P(None, "x")
@@ -125,3 +130,32 @@ def test_dropout_in_groups_of_heads_has_the_mask_of_one_device() -> None:
     kept = from_zigzag(jax.jit(ring)(zeros, zeros, to_zigzag(units, 2)), 2) > 0
     np.testing.assert_array_equal(kept, flash_attention(zeros, zeros, units, **dropout) > 0)
     assert 0.5 < kept.mean() < 0.7
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_kernels_beside_sends_are_not_persistent(head_dim: int) -> None:
+    """A send that holds a few SMs, or waits for some, would double the time of CTAs that want all of them at once."""
+    x = jax.ShapeDtypeStruct((1, 8192, 16, head_dim), jnp.bfloat16)
+    operands = Operands(x, x, x, mask=((),))
+    beside = dataclasses.replace(CAUSAL, shares_device=True)
+    configs = [
+        (sm90.forward_config(spec, operands), backward_pass.tuned_config(spec, operands, "causal"))
+        for spec in (CAUSAL, beside)
+    ]
+    assert configs[0][0].num_ctas == 132
+    assert configs[1][0].num_ctas == EVERY_ITEM
+    assert configs[1][1].num_ctas in (None, EVERY_ITEM)
+    deterministic = dataclasses.replace(beside, deterministic=True)
+    assert backward_pass.tuned_queries_config(deterministic, operands, "causal").num_ctas == EVERY_ITEM
+
+
+def test_a_ring_says_that_it_sends() -> None:
+    """Each CTA of each call has one work item, a row of the tables in the program."""
+    attend = functools.partial(ring_attention, axis_name="x", order="zigzag", is_causal=True, implementation="sm90")
+    program = jax.jit(
+        jax.shard_map(lambda q, k, v: attend(q, k, v), mesh=mesh_of((2,), ("x",)), in_specs=ROWS, out_specs=ROWS)
+    )
+    x = jax.ShapeDtypeStruct((1, 8192, 16, 128), jnp.bfloat16)
+    text = program.trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    tables = set(re.findall(r"tensor<(\d+)x(\d+)x\d+xi32>", text))
+    assert tables == {("512", "1"), ("256", "1")}

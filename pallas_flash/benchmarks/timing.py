@@ -95,8 +95,8 @@ def _wall(call: Callable[[], Any], count: int) -> float:
 
 def interleave(programs: Sequence[tuple[Program, Samples]], timer: Timer, rounds: int, *, sustained: bool) -> None:
     """Every program once in each round, and another one first each time: what the clocks do hits all alike, and none
-    always follows the same other, which may leave them high or low. Fills the samples as it goes, so that an interruption
-    leaves what was measured."""
+    always follows the same other, which may leave them high or low. Fills the samples as it goes, so that an
+    interruption leaves what was measured."""
     steps = [timer.sample] * rounds + [timer.sustain] * sustained
     for turn, step in enumerate(steps):
         first = turn % max(len(programs), 1)

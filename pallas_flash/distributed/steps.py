@@ -136,7 +136,9 @@ def part_of(ring: Ring, operands: Operands, pair: Pair, at: Step, blocks: Blocks
         arrays = list(map(placed, parts, arrays))
     per_batch = lambda x: zeros(operands, (operands.shapes.batch,), jnp.int32) + x  # noqa: E731
     q_offset = spec.q_offset if operands.q_offset is None else operands.q_offset
-    part_spec = dataclasses.replace(spec, mask=tuple(parts), q_offset=static[0], kv_offset=static[1])
+    part_spec = dataclasses.replace(
+        spec, mask=tuple(parts), q_offset=static[0], kv_offset=static[1], shares_device=True
+    )
     return part_spec, operands._replace(
         q=cut(order, operands.q, 1, blocks.q),
         k=cut(order, at.keys.k, 1, blocks.kv),

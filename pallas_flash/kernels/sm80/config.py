@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_flash.kernels.sizes import round_up
+from pallas_flash.kernels.sizes import EVERY_ITEM, round_up
 
 # Of one CTA, by compute capability; what is not listed has no less than the smallest.
 SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024, (10, 3): 227 * 1024}
@@ -18,7 +18,6 @@ CLEANED_ROWS = 64  # kernels/junk.py looks at so many values at once
 WARPGROUP, MAX_REGISTERS = 128, 255  # threads; of one of them
 OTHER_REGISTERS = 40  # of a thread: addresses, row statistics, fragments on the way
 WARPS_ROWS = "four warps multiply 16 rows each, once or twice"
-EVERY_ITEM = 2**31 - 1  # CTAs: one for each work item, and the hardware gives an SM the next when it has room
 
 
 def max_shared_bytes(capability: tuple[int, int] | None) -> int:

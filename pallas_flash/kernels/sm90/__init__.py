@@ -25,7 +25,7 @@ from pallas_flash import xla
 from pallas_flash.kernels import support
 from pallas_flash.kernels.sizes import COLUMNS, ROWS, padded_head_dims
 from pallas_flash.kernels.sm90 import backward_pass
-from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, MIN_MASKED_BLOCK, ForwardConfig
+from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, MIN_MASKED_BLOCK, ForwardConfig, as_called
 from pallas_flash.spec import AttentionSpec, Cotangents, Forward, Gradients, Operands, Residuals
 from pallas_flash.tuning import cache
 
@@ -62,7 +62,8 @@ def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cota
         return xla.backward(spec, operands, residuals, cotangents)
     config = backward_pass.tuned_config(spec, operands, kind)
     assert config is not None, "obstacle() names what has no tiles"
-    queries = backward_pass.tuned_queries_config(operands, kind) if backward_pass.two_kernels(spec, operands) else None
+    two_kernels = backward_pass.two_kernels(spec, operands)
+    queries = backward_pass.tuned_queries_config(spec, operands, kind) if two_kernels else None
     call = functools.partial(backward_pass.backward, spec, config=config, queries_config=queries)
     return support.varying(_mapped(call, operands)(operands, residuals, cotangents), operands)
 
@@ -81,7 +82,7 @@ def forward_config(spec: AttentionSpec, operands: Operands) -> ForwardConfig | N
     shapes = operands.shapes
     case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, support.mask_class(spec, operands))
     configs = (ForwardConfig(**entry) for entry in cache.nearest("sm90_forward", case))
-    return next((config for config in configs if forward_fits(config, spec, operands)), None)
+    return as_called(next((config for config in configs if forward_fits(config, spec, operands)), None), spec)
 
 
 def forward_fits(config: ForwardConfig, spec: AttentionSpec, operands: Operands) -> bool:

@@ -15,7 +15,7 @@ from pallas_flash.kernels import backward_bias, backward_rows, support
 from pallas_flash.kernels.sizes import padded_head_dims
 from pallas_flash.kernels.sm90.backward_config import BackwardConfig
 from pallas_flash.kernels.sm90.backward_queries_config import QueriesConfig
-from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES
+from pallas_flash.kernels.sm90.config import MAX_SHARED_BYTES, as_called
 from pallas_flash.spec import AttentionSpec, Cotangents, Gradients, Operands, Residuals
 from pallas_flash.tuning import cache
 
@@ -25,7 +25,7 @@ def obstacle(spec: AttentionSpec, operands: Operands, mask_class: str) -> str | 
     if (reason := support.gradient_refused(spec, operands)) is not None:
         return reason
     config = tuned_config(spec, operands, mask_class)
-    has_tiles = not two_kernels(spec, operands) or tuned_queries_config(operands, mask_class) is not None
+    has_tiles = not two_kernels(spec, operands) or tuned_queries_config(spec, operands, mask_class) is not None
     if config is None or not has_tiles:
         return f"no tiles for head dims {operands.shapes.head_dim} and {operands.shapes.value_head_dim}"
     bends = spec.soft_cap is not None or spec.score_mod is not None
@@ -45,7 +45,7 @@ def tuned_config(spec: AttentionSpec, operands: Operands, mask_class: str) -> Ba
     shapes = operands.shapes
     case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, mask_class)
     configs = (BackwardConfig(**entry) for entry in cache.nearest("sm90_backward", case))
-    return next((config for config in configs if fits(config, spec, operands)), None)
+    return as_called(next((config for config in configs if fits(config, spec, operands)), None), spec)
 
 
 def fits(config: BackwardConfig, spec: AttentionSpec, operands: Operands) -> bool:
@@ -58,14 +58,14 @@ def fits(config: BackwardConfig, spec: AttentionSpec, operands: Operands) -> boo
     return config.fits(*dims) and needed <= MAX_SHARED_BYTES
 
 
-def tuned_queries_config(operands: Operands, mask_class: str) -> QueriesConfig | None:
+def tuned_queries_config(spec: AttentionSpec, operands: Operands, mask_class: str) -> QueriesConfig | None:
     """Likewise for the kernel for dQ alone."""
     shapes = operands.shapes
     dims = padded_head_dims(shapes)
     case = cache.Case(shapes.head_dim, shapes.value_head_dim, operands.q.dtype.name, mask_class)
     configs = (QueriesConfig(**entry) for entry in cache.nearest("sm90_backward_queries", case))
     fits = lambda x: x.fits(dims[0]) and x.shared_bytes(dims, operands.q.dtype.itemsize) <= MAX_SHARED_BYTES  # noqa: E731
-    return next(filter(fits, configs), None)
+    return as_called(next(filter(fits, configs), None), spec)
 
 
 def backward(

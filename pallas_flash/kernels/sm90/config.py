@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from pallas_flash.kernels.sizes import round_up
+from pallas_flash.kernels.sizes import EVERY_ITEM, round_up
+from pallas_flash.spec import AttentionSpec
 
 MAX_SHARED_BYTES = 232_448  # of one CTA
 BARRIER_BYTES = 1024
 MIN_MASKED_BLOCK = 64  # rows of values that kernels/junk.py can clean
 BUFFER_ALIGNMENT = 1024  # Pallas gives it to each buffer
+
+
+def as_called[C: Any](config: C | None, spec: AttentionSpec) -> C | None:
+    """The tuned tiles as a call wants them: not persistent where other kernels run beside it. One that holds a few SMs
+    would let a few persistent CTAs start only when the others have ended, after twice the time; and one that comes
+    later would wait for them all. NCCL's sends do both, as each waits for its peer on the other device."""
+    persistent = config is not None and config.num_ctas is not None
+    return dataclasses.replace(config, num_ctas=EVERY_ITEM) if persistent and spec.shares_device else config
 
 
 @dataclasses.dataclass(frozen=True)
