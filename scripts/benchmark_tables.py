@@ -9,6 +9,8 @@ file, as seen from the document, in the first of two comments, and what stands b
     <!-- benchmarks: begin ratios of forward for fa3-* in results/h200.json (make readme) -->
     <!-- benchmarks: end -->
 
+The table `ring`, of `forward+backward` for `*`, is that of a file of `pallas_flash.benchmarks.ring`.
+
 Several files, joined by "+", are read as one: each workload as the file has it in which most of it was measured.
 
 Nothing is measured, so any machine gives the same text.
@@ -20,7 +22,7 @@ import re
 import sys
 from pathlib import Path
 
-from pallas_flash.benchmarks import report, results
+from pallas_flash.benchmarks import report, results, ring
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -37,6 +39,9 @@ def with_tables(text: str, folder: Path) -> str:
     """A document's text, its folder's files giving the tables. ValueError for a comment that is not as above."""
 
     def filled(section: re.Match[str]) -> str:
+        if section["table"] == ring.KIND:
+            made = ring.table(results.read(folder / section["file"]))
+            return f"{section['begin']}\n\n{report.markdown(made)}\n\n{section['end']}"
         content = report.together([results.read(folder / name) for name in section["file"].split("+")])
         if section["table"] == "setting":
             body = report.setting(content)

@@ -66,15 +66,24 @@ def test_a_run_that_hangs_says_how_far_it_came(tool: Any, monkeypatch: pytest.Mo
         sanitize.sanitize("memcheck", "a call", "sm90")
 
 
-def test_a_control_that_fails_ends_everything(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_ends_the_kernel(tool: Any) -> None:
+    tool(DIVERGENT.format(OURS), sanitize.FOUND, ended=False)
+    assert sanitize.check("synccheck", "a call", "sm90", {"synccheck"}) == "not judged"
+    assert sanitize.check("synccheck", "a call", "sm90", set()) == "found"
+    assert sanitize.unfollowed_by(["synccheck"]) == ({"synccheck"}, [])
+    tool("no report", sanitize.FOUND, ended=False)
+    assert sanitize.check("synccheck", "a call", "sm90", {"synccheck"}) == "found"
+
+
+def test_a_control_that_fails_counts(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:
     tool(READ.format(XLA))
-    assert sanitize.unfollowed_by(["memcheck", "initcheck"]) == {"initcheck"}
+    assert sanitize.unfollowed_by(["memcheck", "initcheck"]) == ({"initcheck"}, [])
     tool("", 0)
-    assert sanitize.unfollowed_by(list(sanitize.TOOLS)) == set()
+    assert sanitize.unfollowed_by(list(sanitize.TOOLS)) == (set(), [])
     for said, status in ((WRITE.format(XLA), sanitize.FOUND), ("a crash", 1)):
         tool(said, status)
-        with pytest.raises(SystemExit, match="initcheck, a copy by TMA"):
-            sanitize.unfollowed_by(["initcheck"])
+        assert sanitize.unfollowed_by(["initcheck"]) == (set(), ["found"])
+        assert "initcheck, a copy by TMA" in capsys.readouterr().out
 
 
 def test_the_whole_command(tool: Any, capsys: pytest.CaptureFixture[str]) -> None:

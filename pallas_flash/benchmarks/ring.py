@@ -26,10 +26,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import flash_attention
-from pallas_flash.benchmarks.results import ResultsFile, environment
+from pallas_flash.benchmarks.results import SCHEMA, ResultsFile, environment
+from pallas_flash.benchmarks.tables import Table
 from pallas_flash.command_line import make_folder, positive
 from pallas_flash.distributed import from_zigzag, ring_attention, to_zigzag
 
+KIND = "ring"  # of the files
 AXIS = "context"
 ONE = "one device"
 TOLERANCE = 0.02  # of bfloat16 results, relative to the largest of them
@@ -141,6 +143,20 @@ def against_one_device(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def table(content: dict[str, Any]) -> Table:
+    """Of a file that this module wrote."""
+    compared = {(row["attention"], row["direction"]): row for row in content["against_one_device"]}
+    rows = []
+    for row in content["rows"]:
+        ratio = compared.get((row["attention"], row["direction"]))
+        line = [row["attention"], row["direction"], str(row["devices"]), f"{row['milliseconds']:.2f}"]
+        line += [f"{row['bytes_a_device'] / 2**30:.2f}"]
+        rows.append(line + (["", ""] if ratio is None else [f"{ratio['speedup']:.2f}", f"{ratio['memory']:.2f}"]))
+    header = ["attention", "pass", "devices", "ms", "GiB a device", "x one device", "of one device's memory"]
+    title = "Causal, {tokens} tokens, {heads} heads of {head_dim}".format(**content["ring"])
+    return Table(title, header, rows)
+
+
 def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=positive, help="how many share the sequence, at least 2 (default: all)")
@@ -182,10 +198,11 @@ def _check(parsed: argparse.Namespace, gpus: int) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parsed = _arguments(arguments)
     rows = measure(parsed)
-    file = ResultsFile(parsed.output, "ring")
+    file = ResultsFile(parsed.output, KIND)
     shape = {name: getattr(parsed, name) for name in ("tokens", "heads", "head_dim")}
     compared = against_one_device(rows)
-    file.write({"ring": shape, "environment": environment("ring"), "rows": rows, "against_one_device": compared})
+    whole = {"schema": SCHEMA, "kind": KIND, "ring": shape, "environment": environment("ring")}
+    file.write(whole | {"rows": rows, "against_one_device": compared})
     for row in compared:
         numbers = f"{row['speedup']:.2f} times as fast as one device, with {row['memory']:.2f} of its memory each"
         print(f"{row['attention']:23} {row['direction']:22} {numbers}")
