@@ -386,6 +386,13 @@ def test_report(saved, tmp_path):
     assert drawn == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
 
 
+def test_a_ring_makes_no_report(tmp_path):
+    """Its one table is printed at once."""
+    file = Path(__file__).parent.parent / "docs/results/ring.json"
+    with pytest.raises(ValueError, match=r"ring\.json: not the results of `run` or `traffic`, but of ring"):
+        report.write([file], tmp_path)
+
+
 def test_files_of_different_devices_make_no_report(saved, tmp_path):
     other = json.loads(saved.read_text())
     other["environment"]["device"] = "Another"

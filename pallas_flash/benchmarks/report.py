@@ -271,6 +271,9 @@ def write(files: list[Path], folder: Path) -> Path:
         raise ValueError(f'report needs {error.name}: from a checkout, pip install ".[benchmarks]"') from error
 
     contents = [results.read(path) for path in files]
+    for path, content in zip(files, contents, strict=True):
+        if content["kind"] not in (results.KIND, traffic.KIND):
+            raise ValueError(f"report: {path}: not the results of `run` or `traffic`, but of {content['kind']}")
     if len({content["environment"]["device"] for content in contents}) > 1:
         raise ValueError("report: the files are of different devices; make one report for each")
     make_folder("--output", folder)

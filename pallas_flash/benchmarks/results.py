@@ -15,13 +15,14 @@ from pallas_flash.benchmarks.environment import facts
 from pallas_flash.command_line import make_folder
 
 SCHEMA = 1
+KIND = "benchmarks"  # of the files of a run; others have a kind of their own
 
 
 class ResultsFile:
     """A new file in a folder, named by the time; `write` replaces its content in one move. ValueError if the folder
     cannot be written to."""
 
-    def __init__(self, folder: Path, kind: str = "benchmarks"):
+    def __init__(self, folder: Path, kind: str = KIND):
         make_folder("--output", folder)
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         number = 1
@@ -59,7 +60,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not readable as the results of a run ({error})") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"{path}: not the results of a run of this version (schema {SCHEMA})")
-    return {"kind": "benchmarks", **content}
+    return {"kind": KIND, **content}
 
 
 def environment(module: str = "") -> dict[str, Any]:
