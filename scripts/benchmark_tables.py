@@ -39,14 +39,14 @@ def with_tables(text: str, folder: Path) -> str:
     """A document's text, its folder's files giving the tables. ValueError for a comment that is not as above."""
 
     def filled(section: re.Match[str]) -> str:
+        contents = [results.read(folder / name) for name in section["file"].split("+")]
         if section["table"] == ring.KIND:
-            made = ring.table(results.read(folder / section["file"]))
-            return f"{section['begin']}\n\n{report.markdown(made)}\n\n{section['end']}"
-        content = report.together([results.read(folder / name) for name in section["file"].split("+")])
-        if section["table"] == "setting":
-            body = report.setting(content)
+            (content,) = contents
+            body = report.markdown(ring.table(content))
+        elif section["table"] == "setting":
+            body = report.setting(report.together(contents))
         else:
-            made = report.table(section["table"], content, section["passed"], section["workloads"])
+            made = report.table(section["table"], report.together(contents), section["passed"], section["workloads"])
             body = report.markdown(made)
         return f"{section['begin']}\n\n{body}\n\n{section['end']}"
 

@@ -38,9 +38,7 @@ def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cota
         return xla.backward(spec, operands, residuals, cotangents)
     config = backward_pass.tuned_config(spec, operands, kind)
     assert config is not None
-    queries = (
-        backward_pass.tuned_queries_config(spec, operands, kind) if backward_pass.two_kernels(spec, operands) else None
-    )
+    queries = backward_pass.queries_config(spec, operands, kind)
     return backward_pass.backward(
         spec, operands, residuals, cotangents, config=config, queries_config=_few_ctas(queries), interpret=_interpret()
     )

@@ -110,16 +110,15 @@ def unfollowed_by(tools: list[str]) -> tuple[set[str], list[str]]:
         name, _ = sanitized.CONTROLS[tool]
         try:
             report = sanitize(tool, name, "sm90")
+            if report and {what for what, _ in findings(report)} != {UNFOLLOWED[tool]}:
+                raise Failure(f"found what nobody expects there: {report}")
         except Failure as failure:
             print(f"{tool}, {name}: failed, {failure}", flush=True)
             outcomes.append("found")
             continue
-        if report and {what for what, _ in findings(report)} == {UNFOLLOWED[tool]}:
+        if report:
             unfollowed.add(tool)
             print(f"{tool} does not follow {name}: reports of this kind are not judged", flush=True)
-        elif report:
-            print(f"{tool}, {name}: found what nobody expects there: {report}", flush=True)
-            outcomes.append("found")
     return unfollowed, outcomes
 
 

@@ -62,8 +62,7 @@ def backward(spec: AttentionSpec, operands: Operands, residuals: Residuals, cota
         return xla.backward(spec, operands, residuals, cotangents)
     config = backward_pass.tuned_config(spec, operands, kind)
     assert config is not None, "obstacle() names what has no tiles"
-    two_kernels = backward_pass.two_kernels(spec, operands)
-    queries = backward_pass.tuned_queries_config(spec, operands, kind) if two_kernels else None
+    queries = backward_pass.queries_config(spec, operands, kind)
     call = functools.partial(backward_pass.backward, spec, config=config, queries_config=queries)
     return support.varying(_mapped(call, operands)(operands, residuals, cotangents), operands)
 

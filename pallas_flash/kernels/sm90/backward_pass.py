@@ -68,6 +68,11 @@ def tuned_queries_config(spec: AttentionSpec, operands: Operands, mask_class: st
     return as_called(next(filter(fits, configs), None), spec)
 
 
+def queries_config(spec: AttentionSpec, operands: Operands, mask_class: str) -> QueriesConfig | None:
+    """None where one kernel makes all gradients."""
+    return tuned_queries_config(spec, operands, mask_class) if two_kernels(spec, operands) else None
+
+
 def backward(
     spec: AttentionSpec,
     operands: Operands,
