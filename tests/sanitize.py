@@ -50,7 +50,7 @@ class Failure(Exception):
 def sanitize(tool: str, name: str, implementation: str) -> str:
     """What the tool found, "" for nothing. XLA's own allocator and command buffers stay out of its way."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND)]
+    command = ["compute-sanitizer", *ncu.PROGRAM_ALONE, "--tool", tool, "--error-exitcode", str(FOUND)]
     command += [sys.executable, "-m", "tests.sanitize", "--run", name, "--implementation", implementation]
     with tempfile.TemporaryDirectory() as folder:  # the tools leave files there, which several of them might share
         own = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": flags, "TMPDIR": folder}

@@ -31,6 +31,7 @@ def test_traffic_by_formula(capsys):
 # ncu, played by a script that says what the real one says ----------------------------------------------------------
 
 NCU = """#!/bin/sh
+case "$*" in "--target-processes application-only "*) ;; *) echo "attached to the assembler too" >&2; exit 1;; esac
 while [ "$1" != --log-file ]; do shift; done
 cat > "$2" <<'END'
 ==PROF== Connected to process 7

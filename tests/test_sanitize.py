@@ -25,7 +25,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(said: str, status: int = sanitize.FOUND, ended: bool = True, then: str = "") -> None:
         (tmp_path / "said").write_text(f"{said}\n{sanitize.ENDED if ended else ''}\n")
         script = tmp_path / "compute-sanitizer"
-        script.write_text(f"#!/bin/sh\ncat {tmp_path}/said; {then} exit {status}\n")
+        attached = 'case "$*" in "--target-processes application-only "*) ;; *) exit 1;; esac'
+        script.write_text(f"#!/bin/sh\n{attached}\ncat {tmp_path}/said; {then} exit {status}\n")
         script.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 

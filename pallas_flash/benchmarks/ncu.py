@@ -30,6 +30,9 @@ UNITS = {
     **{"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3, "nsecond": 1e-6, "usecond": 1e-3, "msecond": 1.0, "second": 1e3},
 }
 TIMEOUT = 300  # seconds for one program
+# For NVIDIA's tools that attach to a program. By default they attach to what it starts too, such as the assembler that
+# a compilation calls, and then some runs never end.
+PROGRAM_ALONE = ("--target-processes", "application-only")
 
 
 class Kernel(NamedTuple):
@@ -50,16 +53,8 @@ def count(workload: Workload, implementation: str, kind: str) -> list[Kernel]:
     """All kernels of a program, in order. RuntimeError with the reason if it failed or its results are wrong."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        command = [
-            "ncu",
-            "--csv",
-            "--page",
-            "raw",
-            "--log-file",
-            str(log),
-            "--metrics",
-            ",".join((READ, WRITTEN, TIME)),
-        ]
+        command = ["ncu", *PROGRAM_ALONE, "--csv", "--page", "raw", "--log-file", str(log)]
+        command += ["--metrics", ",".join((READ, WRITTEN, TIME))]
         command += ["--profile-from-start", "off", "--clock-control", "none"]
         command += [sys.executable, "-m", "pallas_flash.benchmarks.ncu", workload.name, implementation, kind]
         # ncu has a lock in TMPDIR, which others may have left. XLA's own flags, if there are any, do not count here.
