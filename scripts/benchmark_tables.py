@@ -3,15 +3,17 @@
     python -m scripts.benchmark_tables           say which documents are not current
     python -m scripts.benchmark_tables --write   put the tables into the documents
 
-A document names a table (`pallas_flash.benchmarks.report.TABLES`, or `setting`), a pass, a pattern of workloads and a
-file, as seen from the document, in the first of two comments, and what stands between the two is made:
+A document names a table (`pallas_flash.benchmarks.report`), a pass, a pattern of workloads and a file, as seen from the
+document, in the first of two comments, and what stands between the two is made:
 
     <!-- benchmarks: begin ratios of forward for fa3-* in results/h200.json (make readme) -->
     <!-- benchmarks: end -->
 
-The table `ring`, of `forward+backward` for `*`, is that of a file of `pallas_flash.benchmarks.ring`.
+The table `ring`, of `forward+backward` for `*`, is that of a file of `pallas_flash.benchmarks.ring`. Several files, joined
+by "+", are read as one: each workload as the file has it in which most of it was measured.
 
-Several files, joined by "+", are read as one: each workload as the file has it in which most of it was measured.
+Below each table stand its files, with links to what `commands of * for * in *` makes: for each file of the document where,
+when and by which command it was measured.
 
 Nothing is measured, so any machine gives the same text.
 """
@@ -22,7 +24,7 @@ import re
 import sys
 from pathlib import Path
 
-from pallas_flash.benchmarks import report, results, ring
+from pallas_flash.benchmarks import environment, report, results, ring
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -33,26 +35,50 @@ SECTION = re.compile(
     re.DOTALL,
 )
 MARK = "<!-- benchmarks: begin"
+COMMANDS = "commands"
 
 
 def with_tables(text: str, folder: Path) -> str:
     """A document's text, its folder's files giving the tables. ValueError for a comment that is not as above."""
-
-    def filled(section: re.Match[str]) -> str:
-        contents = [results.read(folder / name) for name in section["file"].split("+")]
-        if section["table"] == ring.KIND:
-            (content,) = contents
-            body = report.markdown(ring.table(content))
-        elif section["table"] == "setting":
-            body = report.setting(report.together(contents))
-        else:
-            made = report.table(section["table"], report.together(contents), section["passed"], section["workloads"])
-            body = report.markdown(made)
-        return f"{section['begin']}\n\n{body}\n\n{section['end']}"
-
     if text.count(MARK) != len(SECTION.findall(text)):
         raise ValueError(f"a comment {MARK} … is not of the form that this script's description has")
+    files = dict.fromkeys(name for section in SECTION.finditer(text) for name in _files(section))
+
+    def filled(section: re.Match[str]) -> str:
+        if section["table"] == COMMANDS:
+            body = "\n\n".join(_command(name, folder / name) for name in files)
+        else:
+            body = f"{_table(section, folder)}\n\nFrom {', '.join(map(_link, _files(section)))}."
+        return f"{section['begin']}\n\n{body}\n\n{section['end']}"
+
     return SECTION.sub(filled, text)
+
+
+def _files(section: re.Match[str]) -> list[str]:
+    return [] if section["table"] == COMMANDS else section["file"].split("+")
+
+
+def _table(section: re.Match[str], folder: Path) -> str:
+    contents = [results.read(folder / name) for name in _files(section)]
+    if section["table"] == ring.KIND:
+        (content,) = contents
+        return report.markdown(ring.table(content))
+    made = report.table(section["table"], report.together(contents), section["passed"], section["workloads"])
+    return report.markdown(made)
+
+
+def _link(name: str) -> str:
+    """To the heading that `_command` makes, by the name that a renderer of Markdown gives it."""
+    heading = Path(name).name
+    return f"[{heading}](#{heading.lower().replace('.', '')})"
+
+
+def _command(name: str, path: Path) -> str:
+    content = results.read(path)
+    where = content["environment"]
+    ringed = content["kind"] == ring.KIND
+    said = f"{environment.summary(where)}. Command: `{where['command']}`" if ringed else report.setting(content)
+    return f"### [{path.name}]({name})\n\n{said}"
 
 
 def stale() -> list[Path]:

@@ -410,9 +410,11 @@ def test_tables_in_a_document(saved):
         "<!-- benchmarks: begin ratios of forward for *-512 in run.json (make readme) -->",
         "<!-- benchmarks: end -->",
     )
-    text = f"Before.\n{begin}\n| stale |\n{end}\nBetween.\n{begin.replace('ratios', 'setting')}{end}\nAfter.\n"
+    commands = "<!-- benchmarks: begin commands of * for * in * (make readme) -->"
+    text = f"Before.\n{begin}\n| stale |\n{end}\nBetween.\n{commands}{end}\nAfter.\n"
     made = benchmark_tables.with_tables(text, saved.parent)
     assert "stale" not in made and made.count("| 1.250 | 8.000 |") == 1 and "Some GPU" in made
+    assert "From [run.json](#runjson)." in made and "### [run.json](run.json)" in made and "Command: `python" in made
     assert made.startswith("Before.\n") and "\nBetween.\n" in made and made.endswith("\nAfter.\n")
     assert benchmark_tables.with_tables(made, saved.parent) == made
     for old, new in (("(make readme)", ""), ("ratios of", "ratio of"), ("run.", "r."), ("*-512", "*-513")):
