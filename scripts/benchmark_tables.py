@@ -9,11 +9,11 @@ document, in the first of two comments, and what stands between the two is made:
     <!-- benchmarks: begin ratios of forward for fa3-* in results/h200.json (make readme) -->
     <!-- benchmarks: end -->
 
-The table `ring`, of `forward+backward` for `*`, is that of a file of `pallas_flash.benchmarks.ring`. Several files, joined
-by "+", are read as one: each workload as the file has it in which most of it was measured.
+The table `ring`, of `forward+backward` for `*`, is that of a file of `pallas_flash.benchmarks.ring`. Several files,
+joined by "+", are read as one: each workload as the file has it in which most of it was measured.
 
-Below each table stand its files, with links to what `commands of * for * in *` makes: for each file of the document where,
-when and by which command it was measured.
+Below each table stand its files, with links to what `commands of * for * in *` makes: for each file of the document
+on what device, at which commit and by which command it was measured.
 
 Nothing is measured, so any machine gives the same text.
 """
