@@ -52,7 +52,9 @@ class Elementwise:
         args = tuple(vary(arg, self._axes) for arg in args)
         shape = jnp.broadcast_shapes(*(arg.shape for arg in args))
         program: Any = functools.partial(core.eval_jaxpr, self.jaxpr, captures)
-        if not set(varying_axes(args)) <= set(self._axes) or jax.sharding.get_abstract_mesh() != self._mesh:
+        as_traced = set(varying_axes(args)) <= set(self._axes) and jax.sharding.get_abstract_mesh() == self._mesh
+        pairs = zip(captures, self.jaxpr.constvars, strict=True)
+        if not as_traced or any(varying_axes(x) != _axes_of(var.aval) for x, var in pairs):
             program = lambda *scalars: _evaluate(self.jaxpr, captures, scalars)  # noqa: E731
         function = lambda *scalars: program(*scalars)[0]  # noqa: E731
         for axis in reversed(range(len(shape))):
@@ -63,10 +65,14 @@ class Elementwise:
         return result.reshape(shape)
 
 
+def _axes_of(aval: Any) -> tuple[str, ...]:
+    return tuple(sorted(aval.manual_axis_type.varying))
+
+
 def _evaluate(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Run a program under another mesh than it was traced under: as a predicate that was made outside shard_map, or
-    as a score_mod of arrays on explicit axes, on whose shards it runs. Operands must vary alike over mesh axes, for
-    which a trace would have cared."""
+    as a score_mod of arrays on explicit axes, on whose shards it runs; or on arrays that vary over more axes. Operands
+    must vary alike over mesh axes, for which a trace would have cared."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
     read = lambda atom: jnp.asarray(atom.val, atom.aval.dtype) if hasattr(atom, "val") else values[atom]  # noqa: E731
     for equation in jaxpr.eqns:
@@ -74,7 +80,9 @@ def _evaluate(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list
         axes = varying_axes(inputs)
         inputs = [vary(x, axes) for x in inputs]
         inner = {"jit": "jaxpr", "custom_jvp_call": "call_jaxpr"}.get(equation.primitive.name)
-        if inner is not None:
+        if equation.primitive.name == "pvary":
+            results = [vary(inputs[0], equation.params["axes"])]  # which may vary over some of them already
+        elif inner is not None:
             results = _evaluate(equation.params[inner].jaxpr, equation.params[inner].consts, inputs)
         else:
             results = equation.primitive.bind(*inputs, **equation.params)

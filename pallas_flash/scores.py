@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from pallas_flash import masks
+from pallas_flash.elementwise import PLACE
 from pallas_flash.masks import Slice, slice_axis
 from pallas_flash.spec import Array, AttentionSpec, Index, Operands, accumulator_dtype
 
@@ -91,21 +93,53 @@ def tile_of(spec: AttentionSpec, operands: Operands, q_slice: Slice, kv_slice: S
     return Tile(index, live)
 
 
-def logits(spec: AttentionSpec, raw: Array, inputs: ScoreInputs, tile: Tile) -> Array:
+def logits(spec: AttentionSpec, raw: Array, inputs: ScoreInputs, tile: Tile, *, differentiated: bool = True) -> Array:
     """`raw` = q.k in the accumulator's dtype. Pairs that take no part are computed on 1 instead of their score, so that
-    junk in q or k, or a score_mod with a pole at 0, cannot reach a gradient as 0 * NaN, and become -inf at the end."""
+    junk in q or k, or a score_mod with a pole at 0, cannot reach a gradient as 0 * NaN, and become -inf at the end.
+    differentiated=False: nobody asks for gradients of this."""
     live, scale = tile.live, inputs.scale if spec.scale is None else spec.scale
     assert scale is not None
     scores = _rounded((raw if live is None else jnp.where(live, raw, 1)) * scale)
     if spec.score_mod is not None:
-        index = tile.index
-        scores = spec.score_mod(inputs.score_mod, scores, index.batch, index.head, index.q_pos, index.kv_pos)
+        captures, index = inputs.score_mod, tile.index
+        sums_over_pairs = inputs.scale is not None or any(jnp.issubdtype(x.dtype, jnp.floating) for x in captures)
+        if differentiated and live is not None and sums_over_pairs:
+            captures, scores, index = _at_live_pairs(captures, scores, live, index)
+        scores = spec.score_mod(captures, scores, index.batch, index.head, index.q_pos, index.kv_pos)
         scores = _rounded(scores)
     if spec.soft_cap is not None:
         scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
     if inputs.bias is not None:
         scores = scores + inputs.bias
     return scores if live is None else jnp.where(live, scores, -jnp.inf)
+
+
+def _at_live_pairs(
+    captures: tuple[Array, ...], scores: Array, live: Array, index: Index
+) -> tuple[tuple[Array, ...], Array, Index]:
+    """The arguments of score_mod, with those of a pair that takes part in place of those of each that does not.
+
+    score_mod may have a pole where the mask hides it, as log(q_pos - kv_pos), and what it captures may be junk there.
+    A gradient that is a sum over all pairs would be NaN by 0 times such a pair's derivative. The pair taken instead is
+    one of the same head, so that heads stay the few scalars that they are, or of another where a head has none.
+    """
+    rows = (index.batch, index.head, index.q_row, index.kv_row)
+    score = jnp.where(live, scores, 0)
+    values = {"score": score, **{name: getattr(index, name) for name in PLACE}}
+    for group in ((2, 3), (0, 1)):
+        axes = tuple(axis for axis in group if live.shape[axis] > 1)
+        first = live
+        for axis, *behind in (axes[i:] for i in range(len(axes))):
+            place = jnp.where(first, rows[axis], jnp.iinfo(jnp.int32).max)
+            first = first & (rows[axis] == jnp.min(place, (axis, *behind), keepdims=True))
+        for name, value in values.items():
+            if any(value.shape[axis] > 1 for axis in axes):
+                of_first = jnp.sum(jnp.where(first, value, 0), axes, value.dtype, keepdims=True)
+                values[name] = jnp.where(live, value, lax.stop_gradient(of_first))
+        live = jnp.any(live, axes, keepdims=True)
+    # With no such pair at all, nothing of what was captured counts.
+    captures = tuple(jnp.where(live.any(), x, jnp.zeros((), x.dtype)) for x in captures)
+    return captures, values.pop("score"), index._replace(**values)
 
 
 def _rounded(product: Array) -> Array:

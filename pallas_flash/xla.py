@@ -173,7 +173,7 @@ def _forward_step(call: Call, state: SoftmaxState, qi: Array, ki: Array, *, mask
     qs, ks = call.blocks.slices(qi, ki)
     tile = call.tile(qi, ki, masked=masked)
     raw = products.scores(_rows(call.q, qs), _rows(call.k, ks), spec.precision)
-    s = scores.logits(spec, raw, scores.score_inputs(operands, qs, ks), tile)
+    s = scores.logits(spec, raw, scores.score_inputs(operands, qs, ks), tile, differentiated=False)
 
     m_old, l, acc = (_rows(x, qs) for x in state)  # noqa: E741
     m = jnp.maximum(m_old, jnp.max(s, axis=-1))

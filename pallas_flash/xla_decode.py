@@ -125,7 +125,7 @@ def _step(call: Call, i: Array, state: SoftmaxState) -> SoftmaxState:
 
     raw = products.scores(call.q, k.astype(call.q.dtype), None)
     raw = raw * _row_scales(call, operands.k_scale, first, raw.dtype)
-    s = scores.logits(call.spec, raw, ScoreInputs(operands.scale, operands.score_mod, None), tile)
+    s = scores.logits(call.spec, raw, ScoreInputs(operands.scale, operands.score_mod, None), tile, differentiated=False)
 
     m = jnp.maximum(state.m, jnp.max(s, axis=-1))
     shift = jnp.where(m == -jnp.inf, 0, m)

@@ -3,6 +3,7 @@ and cotangents in unusual forms."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -235,3 +236,35 @@ def test_gradients_have_their_inputs_dtypes(implementation: str) -> None:
         call, rng = inputs(dtype=dtype), np.random.default_rng(5)
         call["bias"], call["sinks"] = rng.normal(size=(6, 5, 1)).astype(other), rng.normal(size=6).astype(other)
         check(call | {"scale": np.float32(0.4)}, implementation, jit=False)
+
+
+HIDING: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "lengths, one of them 0": {"is_causal": True, "key_value_seq_lengths": jnp.array([5, 0])},
+    "segments": {"is_causal": True, "segment_ids": jnp.array([[0, 0, 1, 1, 1, 2], [0] * 6])},
+    "a head with no pair": {"is_causal": True, "mask": jnp.ones((1, 4, 1, 1), bool).at[:, 2].set(False)},
+    "no pair at all": {"is_causal": True, "key_value_seq_lengths": jnp.array([0, 0])},
+}
+
+
+@pytest.mark.parametrize("way", HIDING)
+def test_poles_and_junk_that_the_mask_hides(implementation, way):
+    """Gradients that are sums over all pairs: of what score_mod captures, and of the scale."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 6, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    hidden = {"lengths, one of them 0": 5, "no pair at all": 0}.get(way, 6)  # keys from here on are nobody's
+    table = jnp.asarray(rng.normal(size=6), jnp.float32)
+
+    def gradients(junk: float, distance: Callable[[jax.Array], jax.Array]) -> Any:
+        def loss(slope, scale, table):
+            values = jnp.where(jnp.arange(6) < hidden, table, junk)
+            mod = lambda s, b, h, i, j: s - slope * jnp.log(distance(i - j).astype(jnp.float32)) * values[j]  # noqa: E731
+            call = {**HIDING[way], "scale": scale, "score_mod": mod, "implementation": implementation}
+            return jnp.sum(flash_attention(q, k, v, **call) ** 2)
+
+        return jax.grad(loss, (0, 1, 2))(0.3, 0.5, table)
+
+    want = gradients(0.0, lambda x: jnp.maximum(x + 1, 1))
+    assert all(np.isfinite(x).all() for x in want)
+    got = gradients(np.nan, lambda x: x + 1)  # log(0) for the next key, NaN for those behind it
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, want)
