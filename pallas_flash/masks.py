@@ -235,8 +235,11 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
-            return NotImplemented
+            raise TypeError(f"`&` composes masks of pallas_flash.masks, and {described(other)} is none")
         return Mask(self.parts + other.parts, self.arrays + other.arrays)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask is neither true nor false: compose masks with `&`, not with `and`, `or` and `not`")
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
         return (self.arrays,), self.parts

@@ -146,6 +146,14 @@ def test_ctrl_c_keeps_the_rows(tmp_path):
     assert content["rows"][0]["status"] == "ok"
 
 
+def test_the_command_says_that_it_was_interrupted(saved, tmp_path, monkeypatch):
+    content = json.loads(saved.read_text())
+    for interrupted, status in ((False, 0), (True, 130)):
+        saved.write_text(json.dumps(content | {"interrupted": interrupted}))
+        monkeypatch.setattr(runner, "run", lambda settings, progress: saved)
+        assert command_line.main(["run", "--quick", "--output", str(tmp_path)]) == status
+
+
 def test_ctrl_c_within_a_workload(tmp_path, monkeypatch):
     """What was sampled has its row, the rest say that they were interrupted."""
     sample = timing.Timer.sample
@@ -236,7 +244,8 @@ def test_command_line(tmp_path, capsys):
     assert capsys.readouterr().out.split("\n\n") == [
         "workloads:\ngpt2-full-1024\ngpt2-causal-1024",
         "implementations:\nsm90\nfa3",
-        "passes:\nforward\nbackward\nforward+backward\n",
+        "passes:\nforward\nbackward\nforward+backward",
+        "--passes decode has workloads and implementations of its own\n",
     ]
     assert command_line.main(["run", "--workloads", "nothing*"]) == 2
     assert "no such workload" in capsys.readouterr().err

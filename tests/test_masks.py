@@ -182,3 +182,16 @@ def test_bad_masks_are_refused() -> None:
             make()
     with pytest.raises(TypeError):
         masks.causal() & np.ones((3, 3), bool)
+
+
+def test_masks_are_composed_with_ampersands_alone() -> None:
+    """`and` would silently be its second mask, `not` silently False."""
+    for compose in (
+        lambda: masks.causal() and masks.sliding_window(2, 2),
+        lambda: masks.causal() or masks.everything(),
+        lambda: not masks.causal(),
+    ):
+        with pytest.raises(TypeError, match="compose masks with `&`"):
+            compose()
+    with pytest.raises(TypeError, match=r"composes masks of pallas_flash.masks, and bool\[8, 8\] is none"):
+        masks.causal() & jnp.ones((8, 8), bool)  # pyright: ignore[reportOperatorIssue, reportUnusedExpression]

@@ -17,6 +17,7 @@ from pallas_flash.command_line import positive, seconds
 
 OUTPUT = Path("output/benchmarks")
 TRAFFIC_TILES = (64, 128, 256)
+INTERRUPTED = 130  # exit status, as shells have it: what was measured is in the file
 QUICK_IMPLEMENTATIONS = ["xla", "reference", "jax.nn-xla"]
 
 
@@ -78,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from pallas_flash.benchmarks import runner
+    from pallas_flash.benchmarks import results, runner
     from pallas_flash.benchmarks.progress import Progress
 
     decodes = decoding.PASS in options.passes
@@ -102,6 +103,8 @@ def _run(options: argparse.Namespace) -> int:
         names = {"workloads": settings.workloads, "implementations": settings.peers}
         listed = {title: [each.name for each in those] for title, those in names.items()} | {"passes": settings.passes}
         print("\n\n".join("\n".join([f"{title}:", *those]) for title, those in listed.items()))
+        if not decodes:
+            print(f"\n--passes {decoding.PASS} has workloads and implementations of its own")
         return 0
     if not options.quick and jax.default_backend() == "cpu":
         print("no GPU here: wall time on a CPU; these workloads take many minutes, --quick takes one", file=sys.stderr)
@@ -109,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
     with Progress(workloads=len(settings.workloads)) as progress:
         path = runner.run(settings, progress)
     print(f"results: {path}")
-    return 0
+    return INTERRUPTED if results.read(path)["interrupted"] else 0
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -165,7 +168,9 @@ def _measure_traffic(workloads: list[cases.Workload], options: argparse.Namespac
         traffic.measure(workloads, chosen, options.passes, file, _show_traffic)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-    print(f"results: {file.path}")
+        return INTERRUPTED
+    finally:
+        print(f"results: {file.path}")
     return 0
 
 
