@@ -101,9 +101,11 @@ def flash_attention(
 
     Sources: Dao et al. 2022 (FlashAttention), sections 3.1 and B; Dao 2023 (FlashAttention-2), section 3.
     """
-    arguments = dict(locals())
-    del arguments["implementation"]
-    call = canonicalise(Arguments(**arguments))
+    given = dict(locals())
+    del given["implementation"]
+    arguments = Arguments(**given)
+    dispatch.require_known_sizes(implementation, vars(arguments))
+    call = canonicalise(arguments)
     return restore(call, attend(call, implementation), return_residual=return_residual)
 
 
@@ -133,7 +135,9 @@ def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> dis
     """
 
     def table(given: tuple[Any, Any]) -> dispatch.Explanation:
-        call = canonicalise(called_with("explain", Arguments, *given))
+        arguments = called_with("explain", Arguments, *given)
+        dispatch.require_known_sizes(implementation, vars(arguments))
+        call = canonicalise(arguments)
         return dispatch.explain(call.spec, call.operands, dispatch.compute_capability(), implementation)
 
     return of_structs(table, (args, kwargs))

@@ -57,6 +57,8 @@ def rotated_features(name: str, x: jax.Array, rotary: Any) -> int:
     require(rotary is None or isinstance(rotary, Rotary), "rotary", rotary, "None or a pallas_flash.Rotary")
     rotary = rotary or Rotary()
     dim = rotary.dim or (x.shape[-1] if rotary.frequencies is None else 2 * len(rotary.frequencies))
+    if not isinstance(x.shape[-1], int):
+        raise NotImplementedError(f"{name} {described(x)} must have heads of a size known when the program is compiled")
     if dim > x.shape[-1] or dim % 2:
         raise ValueError(
             f"{name} must have heads of at least {dim} features, an even number of which rotate, not {x.shape[-1]}"

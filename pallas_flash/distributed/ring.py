@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_flash import autodiff, dispatch, reference, xla
+from pallas_flash.checks import require_known_sizes
 from pallas_flash.combine import Partial, combine
 from pallas_flash.distributed import plan as plan_
 from pallas_flash.distributed import steps
@@ -96,6 +97,7 @@ def ring_attention(
       >>> from_zigzag(jax.jit(attend)(x, x, x), devices).shape == x.shape
       True
     """
+    require_known_sizes({"query": query, "key": key, "value": value})
     local = local_call("ring_attention", (query, key, value), arguments, axis_name, return_residual)
     _, operands, lead = local.call
     groups = groups_of(heads_at_once, operands.shapes.num_kv_heads)
