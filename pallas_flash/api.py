@@ -88,7 +88,8 @@ def flash_attention(
     Raises:
       ValueError: an argument is wrong; the message names it, what came and what is wanted.
       NotImplementedError: `implementation` was named and cannot compute this call, or not this derivative of it
-        (forward mode: implementation="reference"; inside jit, JAX's own TypeError says so).
+        (forward mode: implementation="reference"; inside jit, and when the result of jax.linearize is called, JAX's own
+        TypeError says so), or an array has a symbolic size of jax.export.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -185,6 +185,6 @@ def _without_padding(call: DecodeCall, result: Partial) -> Partial:
     operands = call.operands
     if operands.q_lengths is None:
         return result
-    real = (jnp.arange(operands.q.shape[1]) < operands.q_lengths[:, None])[..., None]
-    nothing = -jnp.inf if operands.sinks is None else operands.sinks.astype(result.lse.dtype)
+    real = (jnp.arange(operands.q.shape[1])[None] < operands.q_lengths[:, None])[..., None]
+    nothing = -jnp.inf if operands.sinks is None else operands.sinks.astype(result.lse.dtype)[None, None]
     return Partial(jnp.where(real[..., None], result.out, 0), jnp.where(real, result.lse, nothing))
