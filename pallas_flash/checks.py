@@ -36,8 +36,8 @@ def require_known_sizes(arrays: dict[str, Any], instead: str = "") -> None:
         unknown = [size for size in sizes if not isinstance(size, int | np.integer)]
         if unknown:
             raise NotImplementedError(
-                f"{name} {described(array)} has the symbolic size {unknown[0]}: sizes must be known when the program is "
-                f"compiled{instead}"
+                f"{name} {described(array)} has the symbolic size {unknown[0]}: sizes must be known when the "
+                f"program is compiled{instead}"
             )
 
 

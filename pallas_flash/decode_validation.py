@@ -105,10 +105,7 @@ def _tensors(arguments: DecodeArguments) -> tuple[Array, Array, Array, Array | N
     k_name, v_name = arguments.names
     named = {"query": arguments.query, k_name: arguments.key, v_name: arguments.value}
     require_known_sizes(named | {"page_table": arguments.page_table})
-    q, k, v = (
-        checked_array(name, value, np.number, "an array of numbers")
-        for name, value in named.items()
-    )
+    q, k, v = (checked_array(name, value, np.number, "an array of numbers") for name, value in named.items())
     require(q.dtype.name in DTYPES, "query", q, f"of a dtype out of {', '.join(DTYPES)}")
     for name, x in ((k_name, k), (v_name, v)):
         require(x.dtype.name in (q.dtype.name, *QUANTISED), name, x, f"{q.dtype} as query, or {' or '.join(QUANTISED)}")

@@ -97,7 +97,7 @@ def apply_rotary(x: jax.Array, positions: jax.Array, rotary: Rotary | None = Non
         frequencies = jnp.asarray(rotary.frequencies, jnp.float32)
     # In float32: bfloat16 has 8 bits, too few for the angle of a position in the thousands.
     positions = positions.reshape(*[1] * (x.ndim - positions.ndim - 2), *positions.shape, 1, 1)
-    angles = positions.astype(jnp.float32) * frequencies.reshape(*[1] * (positions.ndim - 1), half)  # [*B|1, T, 1, half]
+    angles = positions.astype(jnp.float32) * frequencies.reshape(*[1] * (x.ndim - 1), half)  # [*B or 1s, T, 1, dim / 2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     turning, rest = x[..., :dim].astype(jnp.float32), x[..., dim:]
     if rotary.interleaved:

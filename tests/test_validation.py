@@ -25,9 +25,10 @@ V = jnp.zeros((2, 7, 3, 4))
 nan, inf = float("nan"), float("inf")
 
 # What looks like an array to Python, or is one to NumPy alone.
-NO_ARRAYS = (np.float32, jax.ShapeDtypeStruct((2, 7, 3, 8), jnp.float32), np.ma.zeros((2, 7, 3, 8), np.float32))
+Struct = jax.ShapeDtypeStruct
+NO_ARRAYS = (np.float32, Struct((2, 7, 3, 8), jnp.float32), np.ma.zeros((2, 7, 3, 8), np.float32))
 FOREIGN = (*NO_ARRAYS, np.zeros((2, 7, 3, 8), ">f4"), np.zeros((2, 7, 3, 8), np.longdouble))
-NO_INTEGERS = (np.int32, jax.ShapeDtypeStruct((2,), jnp.int32), np.ma.zeros(2, np.int32), 2**70, [2**63, -1])
+NO_INTEGERS = (np.int32, Struct((2,), jnp.int32), np.ma.zeros(2, np.int32), 2**70, [2**63, -1])
 SMALLEST = (np.int64(-(2**63)), np.int32(-(2**31)))  # whose abs() is negative
 
 # argument: values that are wrong beside Q, K, V.
@@ -47,18 +48,21 @@ WRONG: dict[str, list[Any]] = {
     "mask": [
         np.ones((5, 7), np.int32), np.ones((5, 7), np.float32), np.where(np.eye(5, 7), 0, -inf), np.ones((7, 5), bool),
         np.ones((2, 3, 5, 7), bool), np.ones((2, 2, 6, 5, 7), bool), 1, lambda b, h, i, j: i >= j,
-        np.bool_, jax.ShapeDtypeStruct((5, 7), bool), np.ma.ones((5, 7), bool),
+        np.bool_, Struct((5, 7), bool), np.ma.ones((5, 7), bool),
     ],
     "scale": [
         nan, inf, 1e39, np.float64(-1e300), 10**400, -(10**400), "1", True, np.ones(3, np.float32), jnp.int32(1), 1j,
         *FOREIGN,
     ],
     "is_causal": [1, None, "yes", np.ones(2, bool), np.bool_],
-    "query_seq_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0, *NO_INTEGERS],
+    "query_seq_lengths": [
+        np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0, *NO_INTEGERS,
+    ],
     "key_value_seq_lengths": [
         [[1], [2, 3]], np.ones(3, np.int32), np.ones(2, np.float32), np.ones(2, bool), [1.5, 2.5], *NO_INTEGERS,
     ],
-    "local_window_size": [-2, (-2, 0), (0, -3), (1, 2, 3), 1.5, (0.5, 1), "wide", True, (True, False), (), *SMALLEST, (0, SMALLEST[0]), np.int32],
+    "local_window_size": [-2, (-2, 0), (0, -3), (1, 2, 3), 1.5, (0.5, 1), "wide", True, (True, False), (),
+                          *SMALLEST, (0, SMALLEST[0]), np.int32],
     "query_offset": [1.5, np.ones(3, np.int32), np.ones(2, np.float32), None, True, 2**31, 2**70, *SMALLEST,
                      *NO_INTEGERS[:3]],
     "segment_ids": [
@@ -103,11 +107,9 @@ def assert_says(message: str, name: str, value: Any) -> None:
     assert any(said(each) in message for each in (value, *parts)), message  # of a pair, the one that is wrong
 
 
-Struct = jax.ShapeDtypeStruct
-
-
 def said(value: Any) -> str:
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray | jax.Array | Struct) else reprlib.repr(value)
+    is_array = isinstance(value, np.ndarray | jax.Array | Struct)
+    return f"{value.dtype}{list(value.shape)}" if is_array else reprlib.repr(value)
 
 
 # Other public functions: calls that are wrong, the argument that their message names, and what came.
@@ -248,9 +250,11 @@ def test_numpy_and_weakly_typed_inputs() -> None:
 def test_integers_of_any_kind() -> None:
     """Big-endian ones, and NumPy's in which a sum or a product of sizes does not fit."""
     lengths, ids = [3, 7], np.arange(14).reshape(2, 7) % 3
-    native: dict[str, Any] = {"key_value_seq_lengths": lengths, "query_offset": [1, 2], "segment_ids": (ids[:, :5], ids)}
-    big = {name: jax.tree.map(lambda x: np.asarray(x, ">i8"), x, is_leaf=lambda x: isinstance(x, list))
-           for name, x in native.items()}  # fmt: skip
+    big_endian = lambda x: np.asarray(x, ">i8")  # noqa: E731
+    native: dict[str, Any] = {"key_value_seq_lengths": lengths, "query_offset": [1, 2]}
+    big: dict[str, Any] = {name: big_endian(x) for name, x in native.items()}
+    native["segment_ids"] = (ids[:, :5], ids)
+    big["segment_ids"] = tuple(map(big_endian, native["segment_ids"]))
     want = flash_attention(Q + 1, K, V + 1, mask=masks.prefix_lm(lengths), **native)
     got = flash_attention(Q + 1, K, V + 1, mask=masks.prefix_lm(np.asarray(lengths, ">i2")), **big)
     np.testing.assert_array_equal(got, want)

@@ -78,7 +78,7 @@ class Case:
         fields, names = json.loads(line), [field.name for field in dataclasses.fields(cls)]
         if not isinstance(fields, dict) or set(fields) != set(names):
             raise ValueError(f"a case is a JSON object with the fields {', '.join(names)}")
-        is_right = {name: _is_size for name in ("seed", "batch")} | dict.fromkeys(PAIRS, _is_pair)
+        is_right = dict.fromkeys(("seed", "batch"), _is_size) | dict.fromkeys(PAIRS, _is_pair)
         is_right |= {"dtype": lambda x: x in DTYPES, "transformation": lambda x: x in [*TRANSFORMATIONS]}
         is_right |= {"options": lambda x: isinstance(x, dict) and x.keys() <= OPTIONS.keys()}
         is_right |= {"mapped": lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x)}
