@@ -32,8 +32,7 @@ def require_known_sizes(arrays: dict[str, Any], instead: str = "") -> None:
     """NotImplementedError, with the array's name, for a symbolic size of `jax.export`: tiles are cut, and those to skip
     are counted, when the program is compiled."""
     for name, array in arrays.items():
-        sizes = getattr(array, "shape", ()) if is_array(array) else ()
-        unknown = [size for size in sizes if not isinstance(size, int | np.integer)]
+        unknown = [size for size in (array.shape if is_array(array) else ()) if not isinstance(size, int | np.integer)]
         if unknown:
             raise NotImplementedError(
                 f"{name} {described(array)} has the symbolic size {unknown[0]}: sizes must be known when the "

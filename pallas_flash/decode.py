@@ -67,7 +67,8 @@ def flash_decode(
 
     Raises:
       ValueError: an argument is wrong; the message names it, what came and what is wanted.
-      NotImplementedError: `implementation` was named and cannot compute this call, or a derivative was asked for.
+      NotImplementedError: `implementation` was named and cannot compute this call, a derivative was asked for, or an
+        array has a symbolic size of jax.export.
 
     Example:
       >>> import jax, jax.numpy as jnp

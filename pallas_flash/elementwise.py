@@ -162,10 +162,11 @@ def _checked_result(wanted: str, function: Callable[..., Any], *args: Array) -> 
     """What the function returns, if it is one array or number: a tuple of one, too, is something else."""
     result = function(*args)
     try:
-        jax.typeof(result)
-    except TypeError as error:
-        raise ValueError(f"{wanted}, not {described(result)}") from error
-    if isinstance(result, jax.ShapeDtypeStruct):
+        jax.typeof(result)  # of a struct, too
+        is_one = not isinstance(result, jax.ShapeDtypeStruct)
+    except TypeError:
+        is_one = False
+    if not is_one:
         raise ValueError(f"{wanted}, not {described(result)}")
     return result
 

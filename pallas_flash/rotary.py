@@ -71,7 +71,7 @@ def apply_rotary(x: jax.Array, positions: jax.Array, rotary: Rotary | None = Non
     of rotated queries and keys depend on the distances of their positions alone.
 
     Raises ValueError if x is not floating, positions are not integers, their shapes are others, or a head is too small
-    for the rule.
+    for the rule; NotImplementedError if the head size is a symbol of jax.export.
 
     >>> import jax.numpy as jnp
     >>> from pallas_flash import Rotary, apply_rotary

@@ -156,7 +156,7 @@ def described(value: Any) -> str:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it has a dtype and a shape of its own: NumPy's scalar classes and `jax.ShapeDtypeStruct`s have none."""
+    """Whether it is one, and not what merely has its attributes: a scalar class of NumPy, a `jax.ShapeDtypeStruct`."""
     return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type | jax.ShapeDtypeStruct)
 
 

@@ -297,6 +297,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ValueError,
         "heads_at_once must be None or an integer, at least 1, that divides the 3 key heads, not 2",
     ),
+    "heads at once in 8 bits": (ring_attention, {"heads_at_once": np.int8(-128)}, ValueError, "heads_at_once must be"),
     "no heads at once": (ring_attention, {"heads_at_once": 0}, ValueError, "heads_at_once must be"),
     "heads at once in words": (ring_attention, {"heads_at_once": "all"}, ValueError, "heads_at_once must be"),
     "odd rows": (

@@ -80,7 +80,8 @@ def ring_attention(
 
     Raises:
       ValueError: an argument is wrong; the message names it.
-      NotImplementedError: bias, a mask as an array, return_max_logit, or what `implementation` cannot compute.
+      NotImplementedError: bias, a mask as an array, return_max_logit, a symbolic size of jax.export, or what
+        `implementation` cannot compute.
 
     Example:
       >>> import jax, jax.numpy as jnp

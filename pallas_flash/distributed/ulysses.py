@@ -36,7 +36,8 @@ def ulysses_attention(
 
     Raises:
       ValueError: an argument is wrong, or the heads cannot be divided; the message names it.
-      NotImplementedError: bias, a mask as an array, return_max_logit, or what `implementation` cannot compute.
+      NotImplementedError: bias, a mask as an array, return_max_logit, a symbolic size of jax.export, or what
+        `implementation` cannot compute.
 
     Example:
       >>> import jax, jax.numpy as jnp
