@@ -88,7 +88,8 @@ def flash_attention(
     Raises:
       ValueError: an argument is wrong; the message names it, what came and what is wanted.
       NotImplementedError: `implementation` was named and cannot compute this call, or not this derivative of it
-        (forward mode: implementation="reference"; inside jit, JAX's own TypeError says so).
+        (forward mode: implementation="reference"; inside jit, and when the result of jax.linearize is called, JAX's own
+        TypeError says so), or an array has a symbolic size of jax.export.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -101,9 +102,11 @@ def flash_attention(
 
     Sources: Dao et al. 2022 (FlashAttention), sections 3.1 and B; Dao 2023 (FlashAttention-2), section 3.
     """
-    arguments = dict(locals())
-    del arguments["implementation"]
-    call = canonicalise(Arguments(**arguments))
+    given = dict(locals())
+    del given["implementation"]
+    arguments = Arguments(**given)
+    dispatch.require_known_sizes(implementation, vars(arguments))
+    call = canonicalise(arguments)
     return restore(call, attend(call, implementation), return_residual=return_residual)
 
 
@@ -133,7 +136,9 @@ def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> dis
     """
 
     def table(given: tuple[Any, Any]) -> dispatch.Explanation:
-        call = canonicalise(called_with("explain", Arguments, *given))
+        arguments = called_with("explain", Arguments, *given)
+        dispatch.require_known_sizes(implementation, vars(arguments))
+        call = canonicalise(arguments)
         return dispatch.explain(call.spec, call.operands, dispatch.compute_capability(), implementation)
 
     return of_structs(table, (args, kwargs))

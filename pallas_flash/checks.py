@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import dropout, masks
-from pallas_flash.spec import Array, array_of, described
+from pallas_flash.spec import Array, array_of, described, is_array, jax_array
 
 
 class Sizes(NamedTuple):
@@ -28,6 +28,18 @@ def require(condition: Any, name: str, got: Any, wanted: str) -> None:
         raise ValueError(f"{name} must be {wanted}, not {described(got)}")
 
 
+def require_known_sizes(arrays: dict[str, Any], instead: str = "") -> None:
+    """NotImplementedError, with the array's name, for a symbolic size of `jax.export`: tiles are cut, and those to skip
+    are counted, when the program is compiled."""
+    for name, array in arrays.items():
+        unknown = [size for size in (array.shape if is_array(array) else ()) if not isinstance(size, int | np.integer)]
+        if unknown:
+            raise NotImplementedError(
+                f"{name} {described(array)} has the symbolic size {unknown[0]}: sizes must be known when the "
+                f"program is compiled{instead}"
+            )
+
+
 def static_number(value: Any) -> float | None:
     """A Python or NumPy number, infinite where it is too large for a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
@@ -40,24 +52,26 @@ def static_number(value: Any) -> float | None:
 
 def checked_array(name: str, value: Any, kind: Any, wanted: str) -> Array:
     """`value` as an array of this kind of dtype; never a cast from another kind."""
-    require(not isinstance(value, jax.ShapeDtypeStruct), name, value, wanted)
     array = array_of(name, value, wanted)
     require(jnp.issubdtype(array.dtype, kind), name, value, wanted)
-    return jnp.asarray(array)
+    return jax_array(name, array, wanted)
 
 
 def per_batch(name: str, value: Any, sizes: Sizes, low: int, high: int) -> Array:
     array = masks.integers(name, value)
     require(array.shape in ((), sizes.lead), name, value, f"a scalar or of shape {list(sizes.lead)}, the batch")
-    return jnp.broadcast_to(masks.clamp(array, low, high), sizes.lead).reshape(sizes.batch)
+    known = isinstance(high, int)  # and not a symbolic size of jax.export
+    clamped = masks.clamp(array, low, high if known else masks.FAR)
+    clamped = clamped if known else jnp.minimum(clamped, jnp.asarray(high, jnp.int32))
+    return jnp.broadcast_to(clamped, sizes.lead).reshape(sizes.batch)
 
 
 def require_key(name: str, key: Any, wanted: str) -> None:
     """One JAX random key, typed or raw."""
-    require(hasattr(key, "dtype") and hasattr(key, "shape"), name, key, wanted)
+    require(is_array(key), name, key, wanted)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     require(key.shape == () if typed else key.dtype == jnp.uint32 and key.ndim == 1, name, key, wanted)
     try:
         jax.eval_shape(dropout.key_words, key)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{name} must be {wanted}, not {described(key)}") from error

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash.spec import array_of, described
+from pallas_flash.spec import described, jax_array
 
 
 class Partial(NamedTuple):
@@ -75,7 +75,7 @@ def _checked(partials: Iterable[Partial | tuple[Any, Any]]) -> list[Partial]:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(f"partials must be {wanted}: partials[{i}] is {described(pair)}")
         named = zip(("out", "lse"), pair, strict=True)
-        pairs.append(Partial(*(array_of(f"partials[{i}]: {n}", x, "an array") for n, x in named)))
+        pairs.append(Partial(*(jax_array(f"partials[{i}]: {n}", x, "an array") for n, x in named)))
     shape = pairs[0].out.shape
     for i, (out, lse) in enumerate(pairs):
         for name, array, wanted in (("out", out, shape), ("lse", lse, shape[:-1])):
@@ -85,6 +85,5 @@ def _checked(partials: Iterable[Partial | tuple[Any, Any]]) -> list[Partial]:
                     f"partials[{i}]: {name} must be floating with 16 bits or more, as in the first pair out "
                     f"{list(shape)} and lse {list(shape[:-1])}, not {array.dtype}{list(array.shape)}"
                 )
-    pairs = [Partial(*map(jnp.asarray, pair)) for pair in pairs]
     dtype = jnp.result_type(jnp.float32, *(pair.lse for pair in pairs))
     return [Partial(out, lse.astype(dtype)) for out, lse in pairs]

@@ -10,12 +10,21 @@ from pathlib import Path
 
 def positive(text: str) -> int:
     """An argument's type: a whole number of at least 1."""
+    return _whole_number(text, 1)
+
+
+def not_negative(text: str) -> int:
+    """An argument's type: a whole number of at least 0."""
+    return _whole_number(text, 0)
+
+
+def _whole_number(text: str, least: int) -> int:
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, not {text!r}")
     return number
 
 

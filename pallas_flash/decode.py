@@ -67,7 +67,8 @@ def flash_decode(
 
     Raises:
       ValueError: an argument is wrong; the message names it, what came and what is wanted.
-      NotImplementedError: `implementation` was named and cannot compute this call, or a derivative was asked for.
+      NotImplementedError: `implementation` was named and cannot compute this call, a derivative was asked for, or an
+        array has a symbolic size of jax.export.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -185,6 +186,6 @@ def _without_padding(call: DecodeCall, result: Partial) -> Partial:
     operands = call.operands
     if operands.q_lengths is None:
         return result
-    real = (jnp.arange(operands.q.shape[1]) < operands.q_lengths[:, None])[..., None]
-    nothing = -jnp.inf if operands.sinks is None else operands.sinks.astype(result.lse.dtype)
+    real = (jnp.arange(operands.q.shape[1])[None] < operands.q_lengths[:, None])[..., None]
+    nothing = -jnp.inf if operands.sinks is None else operands.sinks.astype(result.lse.dtype)[None, None]
     return Partial(jnp.where(real[..., None], result.out, 0), jnp.where(real, result.lse, nothing))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import masks
-from pallas_flash.checks import Sizes, checked_array, per_batch, require
+from pallas_flash.checks import Sizes, checked_array, per_batch, require, require_known_sizes
 from pallas_flash.decode_spec import DecodeOperands, DecodeSpec
 from pallas_flash.spec import Array, accumulator_dtype, described, vary, varying_axes
 from pallas_flash.validation import (
@@ -103,10 +103,9 @@ def canonicalise(arguments: DecodeArguments) -> DecodeCall:
 
 def _tensors(arguments: DecodeArguments) -> tuple[Array, Array, Array, Array | None, Sizes]:
     k_name, v_name = arguments.names
-    q, k, v = (
-        checked_array(name, value, np.number, "an array of numbers")
-        for name, value in (("query", arguments.query), (k_name, arguments.key), (v_name, arguments.value))
-    )
+    named = {"query": arguments.query, k_name: arguments.key, v_name: arguments.value}
+    require_known_sizes(named | {"page_table": arguments.page_table})
+    q, k, v = (checked_array(name, value, np.number, "an array of numbers") for name, value in named.items())
     require(q.dtype.name in DTYPES, "query", q, f"of a dtype out of {', '.join(DTYPES)}")
     for name, x in ((k_name, k), (v_name, v)):
         require(x.dtype.name in (q.dtype.name, *QUANTISED), name, x, f"{q.dtype} as query, or {' or '.join(QUANTISED)}")

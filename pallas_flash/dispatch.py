@@ -9,13 +9,13 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from pallas_flash import reference, xla, xla_decode
+from pallas_flash import checks, reference, xla, xla_decode
 from pallas_flash.autodiff import Choice
 from pallas_flash.decode_spec import DecodeImplementation
 from pallas_flash.kernels import sm80, sm90
 from pallas_flash.kernels.sm90 import decode as sm90_decode
 from pallas_flash.kernels.support import compute_capability
-from pallas_flash.spec import Implementation
+from pallas_flash.spec import Implementation, described
 
 logger = logging.getLogger("pallas_flash")
 
@@ -117,8 +117,8 @@ def _version(capability: tuple[int, int]) -> str:
 
 
 def _check_name(name: str | None, table: tuple[Entry[Any], ...]) -> None:
-    if name is not None and name not in names(table):
-        raise ValueError(f"implementation must be None or one of {', '.join(names(table))}, not {name!r}")
+    if name is not None and not (isinstance(name, str) and name in names(table)):
+        raise ValueError(f"implementation must be None or one of {', '.join(names(table))}, not {described(name)}")
 
 
 def device_obstacle(entry: Entry[Any], capability: tuple[int, int] | None) -> str | None:
@@ -163,7 +163,7 @@ def _by_name[I: Candidate](spec: Any, operands: Any, name: str, table: tuple[Ent
 
 # What JAX says where a derivative or a device is missing, and what it means here.
 _NO_FORWARD_MODE = (
-    "has no forward-mode derivative (jvp, jacfwd, linearize): "
+    "has no forward-mode derivative (jvp, jacfwd): "
     'flash_attention and ulysses_attention have one with implementation="reference"'
 )
 _REFUSALS = {
@@ -171,6 +171,13 @@ _REFUSALS = {
     "unhashable type: 'Unhashable'": _NO_FORWARD_MODE,  # the same inside shard_map, without jit
     "Only interpret mode": "runs on NVIDIA GPUs only",
 }
+
+
+def require_known_sizes(name: str | None, arrays: dict[str, Any]) -> None:
+    """NotImplementedError, with the name of the argument, where jax.export leaves a size open: the reference alone
+    computes on such arrays, and is never chosen unasked."""
+    if not (isinstance(name, str) and name == reference.NAME):
+        checks.require_known_sizes(arrays, f'; implementation="{reference.NAME}" does without')
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core  # and not jax.extend.core: importing that takes 30 ms, and empties the caches of jit
 
-from pallas_flash.spec import Array, vary, varying_axes
+from pallas_flash.spec import Array, described, vary, varying_axes
 
 # Operations whose printed form does not determine what they do: two of them are equal only if the functions are.
 _OPAQUE = ("callback", "ffi_call", "pallas_call")
@@ -152,17 +152,31 @@ def trace(
         inspect.signature(function).bind(*arguments)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{wanted}: {error}") from error
-    closed = _jaxpr(function, arguments, axes)
+    checked = functools.partial(_checked_result, wanted, function)
+    closed = _jaxpr(checked, arguments, axes)
     captured_axes = varying_axes(closed.consts)
     if not set(captured_axes) <= set(axes):
         axes = tuple(sorted({*axes, *captured_axes}))
-        closed = _jaxpr(function, arguments, axes)
+        closed = _jaxpr(checked, arguments, axes)
     if any(jnp.issubdtype(const.dtype, jnp.complexfloating) for const in closed.consts):
         raise ValueError(f"{wanted}, and captures no complex array")
     returned: list[Any] = [var.aval for var in closed.jaxpr.outvars]
     if len(returned) != 1 or returned[0].shape != () or returned[0].dtype != result:
         raise ValueError(f"{wanted}, not {', '.join(map(str, returned)) or None}")
     return Elementwise(function, closed.jaxpr, axes), tuple(jnp.asarray(const) for const in closed.consts)
+
+
+def _checked_result(wanted: str, function: Callable[..., Any], *args: Array) -> Any:
+    """What the function returns, if it is one array or number: a tuple of one, too, is something else."""
+    result = function(*args)
+    try:
+        jax.typeof(result)  # of a struct, too
+        is_one = not isinstance(result, jax.ShapeDtypeStruct)
+    except TypeError:
+        is_one = False
+    if not is_one:
+        raise ValueError(f"{wanted}, not {described(result)}")
+    return result
 
 
 def _jaxpr(function: Callable[..., Any], arguments: dict[str, Any], axes: tuple[str, ...]) -> Any:

@@ -253,12 +253,27 @@ def _mask(part: Part, *arrays: Any) -> Mask:
     return Mask((part,), (arrays,))
 
 
+def _integers_or_struct(name: str, value: Any) -> Any:
+    """In a mask for `explain`, structs may stand for the arrays; other functions refuse the call that has it."""
+    is_struct = isinstance(value, jax.ShapeDtypeStruct) and jnp.issubdtype(value.dtype, jnp.integer)
+    return value if is_struct else integers(name, value)
+
+
 def integers(name: str, value: Any) -> Any:
     """`value` as an array (NumPy's stay NumPy's); ValueError unless it holds integers."""
     array = array_of(name, value, "of an integer dtype")
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name} must be of an integer dtype, not {described(value)}")
+        wanted = "within 64 bits" if _whole_numbers(value) else "of an integer dtype"
+        raise ValueError(f"{name} must be {wanted}, not {described(value)}")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     return array.astype(np.int32) if jnp.iinfo(array.dtype).bits < 8 else array  # NumPy computes on no int4
+
+
+def _whole_numbers(value: Any) -> bool:
+    """Whether these are Python integers, which NumPy holds as something else only where they are too large for it."""
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(isinstance(x, int) and not isinstance(x, bool) for x in leaves)
 
 
 def clamp(array: Any, low: int, high: int) -> Array:
@@ -299,23 +314,23 @@ def chunked(size: int) -> Mask:
 
 def prefix_lm(length: Any) -> Mask:
     """Causal, and every query also sees the first `length` keys. length: int or int [*B]."""
-    return _mask(PrefixLM(), integers("masks.prefix_lm: length", length))
+    return _mask(PrefixLM(), _integers_or_struct("masks.prefix_lm: length", length))
 
 
 def lengths(query: Any = None, key_value: Any = None) -> Mask:
     """Only the first `query` rows attend and only the first `key_value` keys are attended: int or int [*B] each."""
     mask = everything()
     if query is not None:
-        mask &= _mask(QueryLengths(), integers("masks.lengths: query", query))
+        mask &= _mask(QueryLengths(), _integers_or_struct("masks.lengths: query", query))
     if key_value is not None:
-        mask &= _mask(KeyValueLengths(), integers("masks.lengths: key_value", key_value))
+        mask &= _mask(KeyValueLengths(), _integers_or_struct("masks.lengths: key_value", key_value))
     return mask
 
 
 def segments(query: Any, key_value: Any = None) -> Mask:
     """Equal ids may attend to each other. query: int [*B, T]; key_value: int [*B, S], by default the same ids."""
-    q_ids = integers("masks.segments: query", query)
-    kv_ids = q_ids if key_value is None else integers("masks.segments: key_value", key_value)
+    q_ids = _integers_or_struct("masks.segments: query", query)
+    kv_ids = q_ids if key_value is None else _integers_or_struct("masks.segments: key_value", key_value)
     return _mask(Segments(), q_ids, kv_ids)
 
 

@@ -30,7 +30,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> Forward:
     max_logit = lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
     m = max_logit
     if operands.sinks is not None:
-        sinks = operands.sinks.astype(s.dtype)[:, None]
+        sinks = operands.sinks.astype(s.dtype)[None, :, None]
         m = jnp.maximum(m, lax.stop_gradient(sinks))
     shift = jnp.where(m == -jnp.inf, 0, m)
     p = jnp.exp(s - shift[..., None])

@@ -57,6 +57,8 @@ def rotated_features(name: str, x: jax.Array, rotary: Any) -> int:
     require(rotary is None or isinstance(rotary, Rotary), "rotary", rotary, "None or a pallas_flash.Rotary")
     rotary = rotary or Rotary()
     dim = rotary.dim or (x.shape[-1] if rotary.frequencies is None else 2 * len(rotary.frequencies))
+    if not isinstance(x.shape[-1], int):
+        raise NotImplementedError(f"{name} {described(x)} must have heads of a size known when the program is compiled")
     if dim > x.shape[-1] or dim % 2:
         raise ValueError(
             f"{name} must have heads of at least {dim} features, an even number of which rotate, not {x.shape[-1]}"
@@ -69,7 +71,7 @@ def apply_rotary(x: jax.Array, positions: jax.Array, rotary: Rotary | None = Non
     of rotated queries and keys depend on the distances of their positions alone.
 
     Raises ValueError if x is not floating, positions are not integers, their shapes are others, or a head is too small
-    for the rule.
+    for the rule; NotImplementedError if the head size is a symbol of jax.export.
 
     >>> import jax.numpy as jnp
     >>> from pallas_flash import Rotary, apply_rotary
@@ -94,7 +96,8 @@ def apply_rotary(x: jax.Array, positions: jax.Array, rotary: Rotary | None = Non
     else:
         frequencies = jnp.asarray(rotary.frequencies, jnp.float32)
     # In float32: bfloat16 has 8 bits, too few for the angle of a position in the thousands.
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies  # [*B, T, 1, dim / 2]
+    positions = positions.reshape(*[1] * (x.ndim - positions.ndim - 2), *positions.shape, 1, 1)
+    angles = positions.astype(jnp.float32) * frequencies.reshape(*[1] * (x.ndim - 1), half)  # [*B or 1s, T, 1, dim / 2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     turning, rest = x[..., :dim].astype(jnp.float32), x[..., dim:]
     if rotary.interleaved:

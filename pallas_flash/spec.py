@@ -145,21 +145,41 @@ class Implementation(Protocol):
 
 def described(value: Any) -> str:
     """What came as an argument, in an error message: dtype and shape of an array, the value of anything else."""
-    if hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, np.generic):
-        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return f"a jax.ShapeDtypeStruct of {value.dtype}{list(value.shape)}"
+    if is_array(value) and not isinstance(value, np.generic):
+        masked = "a masked array of " if isinstance(value, np.ma.MaskedArray) else ""
+        return f"{masked}{value.dtype}{list(value.shape)}"
     if isinstance(value, tuple) and len(value) <= 3:
         return f"({', '.join(map(described, value))}{',' if len(value) == 1 else ''})"
     return reprlib.repr(value)
 
 
+def is_array(value: Any) -> bool:
+    """Whether it is one, and not what merely has its attributes: a scalar class of NumPy, a `jax.ShapeDtypeStruct`."""
+    return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type | jax.ShapeDtypeStruct)
+
+
 def array_of(name: str, value: Any, wanted: str) -> Any:
-    """What came as an array, or NumPy's of numbers and lists of them; ValueError for what is neither."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+    """What came as an array, or NumPy's of numbers and lists of them; ValueError for what is neither, and for a masked
+    array, whose mask would be lost."""
+    if isinstance(value, type | jax.ShapeDtypeStruct | np.ma.MaskedArray):
+        raise ValueError(f"{name} must be {wanted}, not {described(value)}")
+    if is_array(value):
         return value
     try:
         return np.asarray(value)
     except (ValueError, TypeError) as error:  # rows of different lengths, or lists of tracers
         raise ValueError(f"{name} must be {wanted}, not {described(value)}: {error}") from error
+
+
+def jax_array(name: str, value: Any, wanted: str) -> Array:
+    """What came, as JAX's own array; ValueError for dtypes that JAX has not, big-endian ones too."""
+    array = array_of(name, value, wanted)
+    try:
+        return jax.numpy.asarray(array)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be {wanted} of a dtype that JAX has, not {described(value)}") from error
 
 
 def called_with(function: str, kind: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -73,6 +73,8 @@ def _ranges(
     length, other_length = lengths
     row_lo = np.arange(-(-length // block), dtype=np.int32) * block
     row_hi = np.minimum(row_lo + block, length).astype(np.int32) - 1
+    if xp is jnp:  # beside what has an axis of the batch
+        row_lo, row_hi = row_lo[None], row_hi[None]
     # A position is a row + offset: bounds come in positions of the other side.
     own_offset, shift = offsets if of == "q" else offsets[::-1]
     span = Span(row_lo, row_hi, row_lo + own_offset, row_hi + own_offset)
@@ -136,7 +138,8 @@ def _first_run(flags: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first run of consecutive True."""
     n = flags.shape[-1]
     start = jnp.where(flags.any(-1), jnp.argmax(flags, -1), n)
-    after = (jnp.arange(n) >= start[..., None]) & ~flags
+    places = jnp.arange(n).reshape(*[1] * start.ndim, n)
+    after = (places >= start[..., None]) & ~flags
     return start, jnp.where(after.any(-1), jnp.argmax(after, -1), n)
 
 

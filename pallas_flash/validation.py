@@ -148,7 +148,8 @@ def _tensors(arguments: Arguments) -> tuple[Array, Array, Array, Sizes]:
         f"[*B, S, K, Hv] with key's *B, S and K {described(k)}",
     )
     require_groups(num_q_heads, num_kv_heads)
-    if num_q_heads >= 128 and 4 <= q_len <= 64 and q_len == kv_len:
+    known = all(isinstance(n, int) for n in (num_q_heads, q_len, kv_len))
+    if known and num_q_heads >= 128 and 4 <= q_len <= 64 and q_len == kv_len:
         warnings.warn(
             f"query {described(q)} has far more heads than rows: the layout is [*B, T, N, H], sequence before heads",
             stacklevel=4,
@@ -167,7 +168,8 @@ def require_groups(num_q_heads: int, num_kv_heads: int) -> None:
 def checked_scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
     """(static, None) for a number, (None, operand) for an array, which has a gradient."""
     if scale is None:
-        require(q.shape[-1] > 0, "scale", scale, "given where head_dim is 0")
+        known = isinstance(q.shape[-1], int)
+        require(known and q.shape[-1] > 0, "scale", scale, f"given where head_dim is {q.shape[-1]}")
         return 1 / math.sqrt(q.shape[-1]), None
     dtype = accumulator_dtype(q.dtype)
     number = static_number(scale)
@@ -182,7 +184,8 @@ def checked_scale(scale: Any, q: Array) -> tuple[float | None, Array | None]:
 def _query_offset(offset: Any, sizes: Sizes) -> tuple[int | None, Array | None]:
     limit = masks.FAR // 2
     if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
-        require(abs(offset) <= limit, "query_offset", offset, f"within +-{limit}")
+        # int(): NumPy's abs() of its smallest integer is negative.
+        require(abs(int(offset)) <= limit, "query_offset", offset, f"within +-{limit}")
         return int(offset), None
     return None, per_batch("query_offset", offset, sizes, -limit, limit)
 

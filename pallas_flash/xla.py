@@ -154,7 +154,7 @@ def forward(spec: AttentionSpec, operands: Operands) -> Forward:
     m, l, acc = _visit(partial(_forward_step, call), state, spec, call.blocks)  # noqa: E741
     max_logit = jnp.max(m, axis=-1, initial=-jnp.inf) if spec.return_max_logit else None
     if operands.sinks is not None:  # joins once the maximum over all keys is known
-        sinks = operands.sinks.astype(m.dtype)[:, None]
+        sinks = operands.sinks.astype(m.dtype)[None, :, None]
         m_old, m = m, jnp.maximum(m, sinks)
         shift = _finite_shift(m)
         alpha = jnp.exp(m_old - shift)
@@ -280,5 +280,5 @@ def sink_gradient(operands: Operands, rows: Rows) -> Array | None:
     """The sink is one more logit whose value vector is 0: d sink = p_sink * (0 - delta)."""
     if operands.sinks is None:
         return None
-    p_sink = jnp.exp(operands.sinks.astype(rows.m.dtype)[:, None] - rows.m) / rows.l
+    p_sink = jnp.exp(operands.sinks.astype(rows.m.dtype)[None, :, None] - rows.m) / rows.l
     return -jnp.sum(p_sink * rows.delta, axis=(0, 2)).astype(operands.sinks.dtype)

@@ -186,7 +186,7 @@ def _tile(call: Call, base: Array, first: Array) -> tuple[Tile, Array]:
 def _finish(operands: DecodeOperands, state: SoftmaxState) -> Partial:
     m, l, acc = state  # noqa: E741
     if operands.sinks is not None:  # joins once the maximum over all keys is known
-        sinks = operands.sinks.astype(m.dtype)[:, None]
+        sinks = operands.sinks.astype(m.dtype)[None, :, None]
         m_old, m = m, jnp.maximum(m, sinks)
         shift = jnp.where(m == -jnp.inf, 0, m)
         alpha = jnp.exp(m_old - shift)

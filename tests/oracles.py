@@ -126,7 +126,8 @@ def intermediates(a: Arguments, arithmetic: Arithmetic = FLOAT64) -> Intermediat
     keep = np.ones(shape, bool) if a.keep is None else np.broadcast_to(a.keep, shape)
     drop = (keep / (1 - a.rate)).astype(dtype)
     out = arithmetic.stored(weighted_sum(arithmetic.stored(p * drop), live, v))
-    p_sink = None if sinks is None else np.exp(sinks - lse)
+    # Of a sink of -inf 0, also in a row without keys, where lse is -inf too.
+    p_sink = None if sinks is None else np.where(sinks == -np.inf, 0, np.exp(sinks - np.where(empty, 0, lse)))
     return Intermediates(q, k, v, live, raw, scale, slope, logits, p, drop, out, lse, p_sink)
 
 
@@ -242,11 +243,11 @@ def rounding_magnitudes(
 
 def _cotangents(f: Intermediates, dout: Any, dlse: Any) -> tuple[NDArray, NDArray]:
     """As [B, N, T, ...] in the compute dtype. A row without keys returns a constant out, and a constant lse unless it
-    has a sink: what arrives there goes nowhere."""
+    has a sink above -inf: what arrives there goes nowhere."""
     dtype, has_key = f.p.dtype, f.live.any(-1)
     dout = np.zeros(f.out.shape, dtype) if dout is None else np.asarray(dout).astype(dtype).transpose(0, 2, 1, 3)
     dlse = np.zeros(f.lse.shape, dtype) if dlse is None else np.asarray(dlse).astype(dtype).transpose(0, 2, 1)
-    return np.where(has_key[..., None], dout, 0), np.where(has_key | (f.p_sink is not None), dlse, 0)
+    return np.where(has_key[..., None], dout, 0), np.where(has_key | (f.p_sink is not None and f.p_sink > 0), dlse, 0)
 
 
 def _collect(

@@ -196,7 +196,7 @@ def test_quantise(dtype: Any) -> None:
 
 WRONG_OPTIONS = [
     {"dtype": jnp.int4}, {"dtype": "nosuch"}, {"dtype": None}, {"scale": jnp.ones(3)}, {"scale": 1},
-    {"scale": jnp.ones((1, 1, 1))},
+    {"scale": jnp.ones((1, 1, 1))}, {"dtype": np.int16}, {"scale": np.float32}, {"scale": np.ones((), ">f4")},
 ]  # fmt: skip
 
 
@@ -258,6 +258,8 @@ WRONG = {
     "value must be as many tokens": {"value": tokens(3)[1]},
     "kv_lengths": {"kv_lengths": jnp.ones(2, jnp.int32)},
     "kv_lengths must": {"kv_lengths": 1.5},
+    "kv_lengths must be of": {"kv_lengths": jax.ShapeDtypeStruct((B,), jnp.int32)},
+    "kv_lengths must be within 64 bits": {"kv_lengths": 2**70},
     "query_lengths": {"query_lengths": "two"},
     "rotary": {"rotary": 10_000.0},
     "key must have heads of at least 6 features": {"rotary": Rotary(dim=6)},

@@ -29,9 +29,10 @@ INT8 = {
 WRONG: dict[str, list[Any]] = {
     "query": [jnp.zeros((2, 5, 6, 8), jnp.int8), jnp.zeros((6, 8)), "q", None, jnp.zeros((2, 5, 6, 8), jnp.complex64)],
     "key": [jnp.zeros((2, 7, 3, 9)), jnp.zeros((7, 3, 8)), K.astype(jnp.bfloat16), K.astype(jnp.int16), None,
-            K.astype(jnp.float8_e5m2), K.astype(bool)],
+            K.astype(jnp.float8_e5m2), K.astype(bool), np.zeros(K.shape, ">f4"), np.float32],
     "value": [jnp.zeros((2, 8, 3, 4)), jnp.zeros((2, 7, 6, 4)), jnp.zeros((2, 7, 3)), V.astype(jnp.int8), "v"],
-    "kv_lengths": [None, np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0, True],
+    "kv_lengths": [None, np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0, True,
+                   np.int32, jax.ShapeDtypeStruct((2,), jnp.int32), np.ma.zeros(2, np.int32), 2**70],
     "page_table": [None, np.ones((3, 3), np.int32), np.ones(2, np.int32), np.ones((2, 3), np.float32), "t"],
     "query_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), "5", [1.5, 2.5]],
     "scale": [nan, inf, 1e39, 10**400, "1", True, np.ones(3, np.float32), jnp.int32(1), 1j],
@@ -42,7 +43,7 @@ WRONG: dict[str, list[Any]] = {
     "k_scale": [jnp.ones((2, 7, 3)), 1.0],
     "v_scale": [jnp.ones((2, 7, 3)), "v"],
     "return_residual": [None, 1, "no"],
-    "implementation": ["cudnn", "", 3, "XLA", "reference"],
+    "implementation": ["cudnn", "", 3, "XLA", "reference", np.array(["xla", "xla"]), np.array(["xla"])],
 }  # fmt: skip
 CASES = [(name, i) for name, values in WRONG.items() for i in range(len(values))]
 

@@ -93,6 +93,17 @@ def test_junk_in_masked_places_has_no_effect() -> None:
     assert np.isnan(seen[0]).all() and np.isfinite(seen[1]).all()
 
 
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    """Also of rows without keys, whose log-sum-exp is -inf as well."""
+    inputs, lengths = make_inputs(), {"q_lengths": np.array([3, 0]), "kv_lengths": np.array([7, 2])}
+    cotangents = {"dout": np.ones((B, T, N, HV)), "dlse": np.ones((B, T, N))}
+    want = oracles.gradients(**inputs, **lengths, **cotangents)
+    got = oracles.gradients(**inputs, **lengths, **cotangents, sinks=np.full(N, -np.inf))
+    assert (got.pop("sinks") == 0).all()
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name])
+
+
 def test_magnitudes_measure_rounding_errors() -> None:
     """Errors of plain attention are a few units of rounding of the magnitudes; so the floor hides no larger ones."""
     for extra in options().values():

@@ -269,6 +269,18 @@ def test_order_of_tokens() -> None:
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "bias": (ring_attention, {"bias": jnp.zeros((1, 1))}, NotImplementedError, "ring_attention takes no bias"),
     "mask": (ulysses_attention, {"mask": jnp.ones((1, 1), bool)}, NotImplementedError, "takes no mask as an array"),
+    "max_logit": (
+        ring_attention,
+        {"return_max_logit": True},
+        NotImplementedError,
+        "takes no return_max_logit: the largest logit of a head would have to be gathered",
+    ),
+    "an array as a name": (
+        ring_attention,
+        {"implementation": np.array(["xla"])},
+        ValueError,
+        "implementation must be None or one of",
+    ),
     "unknown": (ring_attention, {"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
     "order": (ring_attention, {"order": "spiral"}, ValueError, "order must be one of contiguous, zigzag, not 'spiral'"),
     "axis": (ring_attention, {"axis_name": "y"}, ValueError, "axis_name must be an axis of the mesh"),
@@ -285,6 +297,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ValueError,
         "heads_at_once must be None or an integer, at least 1, that divides the 3 key heads, not 2",
     ),
+    "heads at once in 8 bits": (ring_attention, {"heads_at_once": np.int8(-128)}, ValueError, "heads_at_once must be"),
     "no heads at once": (ring_attention, {"heads_at_once": 0}, ValueError, "heads_at_once must be"),
     "heads at once in words": (ring_attention, {"heads_at_once": "all"}, ValueError, "heads_at_once must be"),
     "odd rows": (

@@ -106,6 +106,9 @@ def test_second_order_and_forward_mode(implementation: str) -> None:
     else:
         with pytest.raises(NotImplementedError, match="reference"):
             jax.jvp(lambda q: loss(q, bias), (q,), (tangent,))
+        _, linear = jax.linearize(lambda q: loss(q, bias), q)
+        with pytest.raises(TypeError, match="custom_vjp"):  # JAX's own
+            linear(tangent)
 
 
 POLICIES = {

@@ -15,6 +15,7 @@ import pytest
 
 import pallas_flash
 from pallas_flash import explain, explain_decode, flash_attention, masks, reference_attention
+from pallas_flash.distributed import to_zigzag
 from pallas_flash.flax import attention_fn, make_attention_fn
 
 Q = jnp.zeros((2, 5, 6, 8))
@@ -23,48 +24,65 @@ V = jnp.zeros((2, 7, 3, 4))
 
 nan, inf = float("nan"), float("inf")
 
+# What looks like an array to Python, or is one to NumPy alone.
+Struct = jax.ShapeDtypeStruct
+NO_ARRAYS = (np.float32, Struct((2, 7, 3, 8), jnp.float32), np.ma.zeros((2, 7, 3, 8), np.float32))
+FOREIGN = (*NO_ARRAYS, np.zeros((2, 7, 3, 8), ">f4"), np.zeros((2, 7, 3, 8), np.longdouble))
+NO_INTEGERS = (np.int32, Struct((2,), jnp.int32), np.ma.zeros(2, np.int32), 2**70, [2**63, -1])
+SMALLEST = (np.int64(-(2**63)), np.int32(-(2**31)))  # whose abs() is negative
+
 # argument: values that are wrong beside Q, K, V.
 WRONG: dict[str, list[Any]] = {
     "query": [
         [[1.0], [2.0, 3.0]], jnp.zeros((2, 5, 6, 8), jnp.int32), jnp.zeros((6, 8)), "q", None,
-        jnp.zeros((2, 5, 6, 8), jnp.complex64),
+        jnp.zeros((2, 5, 6, 8), jnp.complex64), *FOREIGN,
     ],
-    "key": [jnp.zeros((2, 7, 3, 9)), jnp.zeros((3, 7, 3, 8)), jnp.zeros((7, 3, 8)), jnp.zeros((2, 7, 3, 8), bool)],
-    "value": [jnp.zeros((2, 8, 3, 4)), jnp.zeros((2, 7, 6, 4)), jnp.zeros((2, 7, 3)), jnp.zeros((2, 7, 3, 4), np.int8)],
+    "key": [jnp.zeros((2, 7, 3, 9)), jnp.zeros((3, 7, 3, 8)), jnp.zeros((7, 3, 8)), jnp.zeros((2, 7, 3, 8), bool),
+            *FOREIGN],
+    "value": [jnp.zeros((2, 8, 3, 4)), jnp.zeros((2, 7, 6, 4)), jnp.zeros((2, 7, 3)), jnp.zeros((2, 7, 3, 4), np.int8),
+              *FOREIGN],
     "bias": [
         np.ones((5, 7), bool), np.ones((5, 7), np.int32), np.ones((5, 6), np.float32),
-        np.ones((3, 1, 5, 7), np.float32), "b",
+        np.ones((3, 1, 5, 7), np.float32), "b", *FOREIGN,
     ],
     "mask": [
         np.ones((5, 7), np.int32), np.ones((5, 7), np.float32), np.where(np.eye(5, 7), 0, -inf), np.ones((7, 5), bool),
         np.ones((2, 3, 5, 7), bool), np.ones((2, 2, 6, 5, 7), bool), 1, lambda b, h, i, j: i >= j,
+        np.bool_, Struct((5, 7), bool), np.ma.ones((5, 7), bool),
     ],
     "scale": [
         nan, inf, 1e39, np.float64(-1e300), 10**400, -(10**400), "1", True, np.ones(3, np.float32), jnp.int32(1), 1j,
+        *FOREIGN,
     ],
-    "is_causal": [1, None, "yes", np.ones(2, bool)],
-    "query_seq_lengths": [np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0],
+    "is_causal": [1, None, "yes", np.ones(2, bool), np.bool_],
+    "query_seq_lengths": [
+        np.ones(3, np.int32), np.ones(2, np.float32), np.ones((2, 1), np.int32), "5", 2.0, *NO_INTEGERS,
+    ],
     "key_value_seq_lengths": [
-        [[1], [2, 3]], np.ones(3, np.int32), np.ones(2, np.float32), np.ones(2, bool), [1.5, 2.5],
+        [[1], [2, 3]], np.ones(3, np.int32), np.ones(2, np.float32), np.ones(2, bool), [1.5, 2.5], *NO_INTEGERS,
     ],
-    "local_window_size": [-2, (-2, 0), (0, -3), (1, 2, 3), 1.5, (0.5, 1), "wide", True, (True, False), ()],
-    "query_offset": [1.5, np.ones(3, np.int32), np.ones(2, np.float32), None, True, 2**31],
+    "local_window_size": [-2, (-2, 0), (0, -3), (1, 2, 3), 1.5, (0.5, 1), "wide", True, (True, False), (),
+                          *SMALLEST, (0, SMALLEST[0]), np.int32],
+    "query_offset": [1.5, np.ones(3, np.int32), np.ones(2, np.float32), None, True, 2**31, 2**70, *SMALLEST,
+                     *NO_INTEGERS[:3]],
     "segment_ids": [
         np.ones(7, np.int32), np.ones((2, 7), np.int32), np.ones((2, 7), np.float32), np.ones((2, 3, 7), np.int32),
         (np.ones((2, 5), np.int32),), (np.ones((2, 7), np.int32), np.ones((2, 5), np.int32)), (None, None),
         (np.ones((2, 5), np.int32), np.ones((2, 7))), (np.ones((2, 5), np.int32), None), "ids",
-        [[1, 2], [3]], (np.ones((2, 5), np.int32), [[1], [2, 3]]),
+        [[1, 2], [3]], *NO_INTEGERS, (np.ones((2, 5), np.int32), np.int32), (np.ones((2, 5), np.int32), [[1], [2, 3]]),
     ],
-    "logits_soft_cap": [0.0, 0, -5.0, inf, nan, 1e39, 10**400, "5", True, np.ones(2)],
-    "sinks": [np.ones(3, np.float32), np.ones(6, np.int32), np.ones((1, 6), np.float32), 1.0, "s"],
+    "logits_soft_cap": [0.0, 0, -5.0, inf, nan, 1e39, 10**400, "5", True, np.ones(2), np.float32],
+    "sinks": [np.ones(3, np.float32), np.ones(6, np.int32), np.ones((1, 6), np.float32), 1.0, "s", *FOREIGN],
     "score_mod": [3, lambda s: s, lambda s, b, h, i, j: (s, s), lambda s, b, h, i, j: s > 0,
-                  lambda s, b, h, i, j: jnp.ones(3) * s, lambda s, b, h, i, j: s.astype(jnp.bfloat16)],
-    "dropout_rate": [-0.1, nan, 1.0, 1.5, 10**400, "0.1", True, None, np.ones(2)],
-    "precision": ["most", 7, ("high",) * 3, object()],
+                  lambda s, b, h, i, j: jnp.ones(3) * s, lambda s, b, h, i, j: s.astype(jnp.bfloat16),
+                  lambda s, b, h, i, j: "s", lambda s, b, h, i, j: None, lambda s, b, h, i, j: (s,),
+                  lambda s, b, h, i, j: np.float32, np.float32],
+    "dropout_rate": [-0.1, nan, 1.0, 1.5, 10**400, "0.1", True, None, np.ones(2), np.float32],
+    "precision": ["most", 7, ("high",) * 3, object(), np.float32],
     "deterministic": [None, 1, "no"],
     "return_residual": [None, 1, "no"],
     "return_max_logit": [None, 0, "no"],
-    "implementation": ["cudnn", "", 3, "XLA", ("xla",)],
+    "implementation": ["cudnn", "", 3, "XLA", ("xla",), np.array(["xla", "xla"]), np.array(["xla"]), np.str_],
 }  # fmt: skip
 
 CASES = [(name, i) for name, values in WRONG.items() for i in range(len(values))]
@@ -90,7 +108,8 @@ def assert_says(message: str, name: str, value: Any) -> None:
 
 
 def said(value: Any) -> str:
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray | jax.Array) else reprlib.repr(value)
+    is_array = isinstance(value, np.ndarray | jax.Array | Struct)
+    return f"{value.dtype}{list(value.shape)}" if is_array else reprlib.repr(value)
 
 
 # Other public functions: calls that are wrong, the argument that their message names, and what came.
@@ -107,6 +126,26 @@ WRONG_CALLS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "fractional ids": (lambda: masks.segments(np.zeros((1, 3))), "query", "float64[1, 3]"),
     "ids as bools": (lambda: masks.segments(np.zeros((1, 3), int), np.zeros((1, 3), bool)), "key_value", "bool[1, 3]"),
     "a predicate of numbers": (lambda: masks.predicate(lambda b, h, i, j: i - j), "masks.predicate", "int32[]"),
+    "a predicate of text": (lambda: masks.predicate(lambda b, h, i, j: "x"), "masks.predicate", "'x'"),
+    "a predicate of None": (lambda: masks.predicate(lambda b, h, i, j: None), "masks.predicate", "None"),
+    "a predicate of a tuple": (lambda: masks.predicate(lambda b, h, i, j: (i == j,)), "masks.predicate", "bool[]"),
+    "a class as a prefix": (lambda: masks.prefix_lm(np.int32), "length", "numpy.int32"),
+    "a struct of floats": (lambda: masks.lengths(Struct((2,), jnp.float32)), "query", "float32[2]"),
+    "a prefix beyond 64 bits": (lambda: masks.prefix_lm(2**70), "length must be within 64 bits", str(2**70)),
+    "a struct in a mask": (
+        lambda: flash_attention(Q, K, V, mask=masks.prefix_lm(Struct((2,), jnp.int32))),
+        "masks.prefix_lm: length", "int32[2]",
+    ),
+    "structs in a mask": (
+        lambda: flash_attention(Q, K, V, mask=masks.segments(*(Struct((2, n), jnp.int32) for n in (5, 7)))),
+        "masks.segments: ids", "int32[2, 5]",
+    ),
+    "an array as a name for explain": (
+        lambda: explain(Q, K, V, implementation=np.array(["xla"])), "implementation", "<U3[1]",
+    ),
+    "an array as a name for explain_decode": (
+        lambda: explain_decode(Q, Q, Q, 3, implementation=np.array(["xla"])), "implementation", "<U3[1]",
+    ),
     "no predicate": (lambda: masks.predicate(3), "masks.predicate", "3"),
     "explain": (lambda: explain(Q, K, V, logits_soft_cap=0.0), "logits_soft_cap", "0.0"),
     "a name for explain": (lambda: explain(Q, K, V, implementation="fast"), "implementation", "'fast'"),
@@ -142,7 +181,8 @@ def test_every_argument_has_wrong_values() -> None:
 @pytest.mark.case("F05")
 def test_dropout_needs_a_key() -> None:
     two = jax.random.split(jax.random.key(0), 2)
-    for key in (None, 3, "key", two, np.zeros(2, np.float32), np.zeros((2, 2), np.uint32)):
+    strange = (np.uint32, Struct((2,), jnp.uint32), np.ma.zeros(2, np.uint32), np.zeros(2, ">u4"))
+    for key in (None, 3, "key", two, np.zeros(2, np.float32), np.zeros((2, 2), np.uint32), *strange):
         with pytest.raises(ValueError, match="dropout_key"):
             flash_attention(Q, K, V, dropout_rate=0.1, dropout_key=key)
     with pytest.raises(ValueError, match="dropout_rate"):
@@ -207,6 +247,23 @@ def test_numpy_and_weakly_typed_inputs() -> None:
 
 
 @pytest.mark.filterwarnings("error")
+def test_integers_of_any_kind() -> None:
+    """Big-endian ones, and NumPy's in which a sum or a product of sizes does not fit."""
+    lengths, ids = [3, 7], np.arange(14).reshape(2, 7) % 3
+    big_endian = lambda x: np.asarray(x, ">i8")  # noqa: E731
+    native: dict[str, Any] = {"key_value_seq_lengths": lengths, "query_offset": [1, 2]}
+    big: dict[str, Any] = {name: big_endian(x) for name, x in native.items()}
+    native["segment_ids"] = (ids[:, :5], ids)
+    big["segment_ids"] = tuple(map(big_endian, native["segment_ids"]))
+    want = flash_attention(Q + 1, K, V + 1, mask=masks.prefix_lm(lengths), **native)
+    got = flash_attention(Q + 1, K, V + 1, mask=masks.prefix_lm(np.asarray(lengths, ">i2")), **big)
+    np.testing.assert_array_equal(got, want)
+    x = np.arange(256)
+    np.testing.assert_array_equal(to_zigzag(x, np.int8(64), axis=0), to_zigzag(x, 64, axis=0))
+    flash_attention(Q, K, V, local_window_size=(np.uint8(255), np.int64(2**62)))
+
+
+@pytest.mark.filterwarnings("error")
 def test_small_numpy_numbers_are_numbers() -> None:
     half = {"scale": np.float16(0.5), "logits_soft_cap": np.float16(2), "dropout_rate": np.float16(0)}
     jax.eval_shape(lambda q: flash_attention(q, K, V, **half), Q)
@@ -264,6 +321,8 @@ def test_explain_takes_structs() -> None:
     structs = explain(q, k, v, key_value_seq_lengths=lengths, local_window_size=(3, 0), score_mod=lambda s, *_: s)
     assert structs == explain(Q, K, V, key_value_seq_lengths=jnp.zeros(2, int), local_window_size=(3, 0))
     assert explain_decode(q, k, v, lengths).chosen == "xla"
+    mask = masks.lengths(lengths, lengths) & masks.prefix_lm(lengths)
+    assert explain(q, k, v, mask=mask).chosen == "xla"
     with pytest.raises(ValueError, match="key must be"):
         explain(q, jax.ShapeDtypeStruct((2, 7, 3, 9), jnp.float32), v)
 

@@ -15,7 +15,11 @@ from pallas_flash.spec import vary, varying_axes
 from pallas_flash.validation import Arguments, Canonical, canonicalise
 
 NAMES = tuple(field.name for field in dataclasses.fields(Arguments))
-NOT_TAKEN = ("bias", "return_max_logit")
+# Each with the reason.
+NOT_TAKEN = {
+    "bias": "position-dependent scores go into score_mod",
+    "return_max_logit": "the largest logit of a head would have to be gathered from several devices",
+}
 
 
 class Local(NamedTuple):
@@ -56,7 +60,7 @@ def _check_names(function: str, arguments: dict[str, Any]) -> None:
         if name not in NAMES:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         if name in NOT_TAKEN and not (value is None or (isinstance(value, bool | np.bool_) and not value)):
-            raise NotImplementedError(f"{function} takes no {name}: position-dependent scores go into score_mod")
+            raise NotImplementedError(f"{function} takes no {name}: {NOT_TAKEN[name]}")
         dense = isinstance(value, Mask) and any(isinstance(part, Dense) for part in value.parts)
         if name == "mask" and value is not None and (dense or not isinstance(value, Mask)):
             raise NotImplementedError(f"{function} takes no mask as an array: use pallas_flash.masks")

@@ -24,7 +24,10 @@ def groups_of(heads_at_once: Any, num_kv_heads: int) -> int:
     integer = isinstance(heads_at_once, int | np.integer) and not isinstance(heads_at_once, bool)
     wanted = f"None or an integer, at least 1, that divides the {num_kv_heads} key heads"
     require(
-        integer and heads_at_once >= 1 and num_kv_heads % heads_at_once == 0, "heads_at_once", heads_at_once, wanted
+        integer and heads_at_once >= 1 and num_kv_heads % int(heads_at_once) == 0,
+        "heads_at_once",
+        heads_at_once,
+        wanted,
     )
     return max(1, num_kv_heads // int(heads_at_once))
 

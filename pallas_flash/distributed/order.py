@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_flash.checks import require
 from pallas_flash.distributed.arguments import axis_size
-from pallas_flash.spec import Array, array_of, described
+from pallas_flash.spec import Array, described, jax_array
 
 NAMES = ("contiguous", "zigzag")
 
@@ -66,13 +66,13 @@ def to_zigzag(array: Array, devices: int, axis: int = 1) -> Array:
     >>> from_zigzag(to_zigzag(jnp.arange(8), 2, 0), 2, 0).tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
-    array = jnp.asarray(array_of("array", array, "an array"))
+    array = jax_array("array", array, "an array")
     return jnp.take(array, _zigzag_rows(array, devices, axis), axis)
 
 
 def from_zigzag(array: Array, devices: int, axis: int = 1) -> Array:
     """The inverse of `to_zigzag`."""
-    array = jnp.asarray(array_of("array", array, "an array"))
+    array = jax_array("array", array, "an array")
     return jnp.take(array, np.argsort(_zigzag_rows(array, devices, axis)), axis)
 
 
@@ -80,7 +80,7 @@ def _zigzag_rows(array: Array, devices: int, axis: int) -> np.ndarray:
     require(_is_int(devices) and devices >= 1, "devices", devices, "an integer, at least 1")
     wanted = f"an axis of array {described(array)}"
     require(_is_int(axis) and -array.ndim <= axis < array.ndim, "axis", axis, wanted)
-    order = Order("zigzag", devices)
+    order = Order("zigzag", int(devices))
     length = array.shape[axis]
     if length % order.chunks:
         raise ValueError(f"axis {axis} must be a multiple of 2 * {devices} devices long, not {length}")
@@ -108,6 +108,6 @@ def local_positions(local_len: int, axis_name: str, order: str = "contiguous") -
     """
     require(_is_int(local_len) and local_len >= 0, "local_len", local_len, "an integer, at least 0")
     whole = Order(order, axis_size("local_positions", axis_name))
-    size = whole.chunk_len("a sequence", local_len)
+    size = whole.chunk_len("a sequence", int(local_len))
     rows = jnp.arange(size, dtype=jnp.int32)
     return jnp.concatenate([chunk * size + rows for chunk in whole.chunks_of(lax.axis_index(axis_name))])

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_flash import autodiff, dispatch, reference, xla
+from pallas_flash.checks import require_known_sizes
 from pallas_flash.combine import Partial, combine
 from pallas_flash.distributed import plan as plan_
 from pallas_flash.distributed import steps
@@ -79,7 +80,8 @@ def ring_attention(
 
     Raises:
       ValueError: an argument is wrong; the message names it.
-      NotImplementedError: bias, a mask as an array, return_max_logit, or what `implementation` cannot compute.
+      NotImplementedError: bias, a mask as an array, return_max_logit, a symbolic size of jax.export, or what
+        `implementation` cannot compute.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -96,6 +98,7 @@ def ring_attention(
       >>> from_zigzag(jax.jit(attend)(x, x, x), devices).shape == x.shape
       True
     """
+    require_known_sizes({"query": query, "key": key, "value": value})
     local = local_call("ring_attention", (query, key, value), arguments, axis_name, return_residual)
     _, operands, lead = local.call
     groups = groups_of(heads_at_once, operands.shapes.num_kv_heads)

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import api, partitioning
+from pallas_flash import api, dispatch, partitioning
 from pallas_flash.distributed.arguments import Local, local_call
 from pallas_flash.masks import Segments
 from pallas_flash.spec import Array, Operands, vary, varying_axes
@@ -36,7 +36,8 @@ def ulysses_attention(
 
     Raises:
       ValueError: an argument is wrong, or the heads cannot be divided; the message names it.
-      NotImplementedError: bias, a mask as an array, return_max_logit, or what `implementation` cannot compute.
+      NotImplementedError: bias, a mask as an array, return_max_logit, a symbolic size of jax.export, or what
+        `implementation` cannot compute.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -53,6 +54,7 @@ def ulysses_attention(
       >>> jax.jit(attend)(x, x, x).shape == x.shape
       True
     """
+    dispatch.require_known_sizes(implementation, {"query": query, "key": key, "value": value})
     local = local_call("ulysses_attention", (query, key, value), arguments, axis_name, return_residual)
     call = local.call._replace(operands=_exchanged(local))
     results = api.restore(call, api.attend(call, implementation), return_residual=return_residual)

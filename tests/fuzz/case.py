@@ -43,6 +43,17 @@ SCORE_MODS = (
 )
 
 
+PAIRS = ("lengths", "heads", "dims")
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_size, value))
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One input of the fuzzer. `options` holds how each argument is made that is present."""
@@ -63,9 +74,18 @@ class Case:
 
     @classmethod
     def parse(cls, line: str) -> Case:
-        fields = json.loads(line)
-        tuples = {name: tuple(fields[name]) for name in ("lengths", "heads", "dims", "mapped")}
-        return cls(**fields | tuples)
+        """ValueError if it is no line of a case."""
+        fields, names = json.loads(line), [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(fields, dict) or set(fields) != set(names):
+            raise ValueError(f"a case is a JSON object with the fields {', '.join(names)}")
+        is_right = dict.fromkeys(("seed", "batch"), _is_size) | dict.fromkeys(PAIRS, _is_pair)
+        is_right |= {"dtype": lambda x: x in DTYPES, "transformation": lambda x: x in [*TRANSFORMATIONS]}
+        is_right |= {"options": lambda x: isinstance(x, dict) and x.keys() <= OPTIONS.keys()}
+        is_right |= {"mapped": lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x)}
+        for name, right in is_right.items():
+            if not right(fields[name]):
+                raise ValueError(f"{name} is {fields[name]!r}")
+        return cls(**fields | {name: tuple(fields[name]) for name in (*PAIRS, "mapped")})
 
 
 def draw(rng: np.random.Generator, implementation: str, like: Case | None) -> Case:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 
 from tests.fuzz import run
+from tests.fuzz.__main__ import main
 from tests.fuzz.case import OPTIONS, TRANSFORMATIONS, Case, draw
 from tests.fuzz.search import cases, search
 
@@ -40,6 +42,21 @@ def test_a_fault_is_found_and_made_small() -> None:
 def test_a_line_repeats_its_case() -> None:
     for case in itertools.islice(cases(7, ("xla",)), 30):
         assert Case.parse(case.line()).line() == case.line()
+
+
+WRONG = (
+    ["--seed", "-1"], ["--case", "{"], ["--case", "[]"], ["--case", '{"implementation": "xla"}'],
+    ["--case", SMALL.line().replace("[5, 7]", "[5]")], ["--implementations", "nope"], ["--implementations", "sm90"],
+    ["--case", SMALL.line().replace('"xla"', '"nope"')],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert len([line for line in capsys.readouterr().err.splitlines() if "error: " in line]) == 1
 
 
 def test_everything_is_drawn() -> None:
