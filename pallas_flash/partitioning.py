@@ -60,7 +60,7 @@ def differentiated_by_jax(pass_: Pass, *arrays: Any) -> Any:
     if not explicit:
         return pass_(*arrays)
     flat, treedef = jax.tree.flatten(arrays)
-    return _explicit(Program(pass_, treedef), explicit, flat)
+    return _explicit(Program(pass_, treedef), explicit, *flat)
 
 
 def alike[T](pass_: Pass, arrays: T) -> T:
@@ -174,7 +174,7 @@ def _run(program: Program, explicit: MeshAxes, *arrays: Array) -> Any:
 
     @jax.custom_batching.custom_vmap
     def mappable(*arrays: Array) -> Any:
-        return _explicit(program, explicit, arrays) if explicit else _automatic(program, arrays)
+        return _explicit(program, explicit, *arrays) if explicit else _automatic(program, arrays)
 
     @mappable.def_vmap
     def _vmap(axis_size: int, in_batched: Any, *arrays: Array) -> Any:
@@ -239,7 +239,8 @@ def _shardy_rule(axes: list[str], of_results: list[str]) -> SdyShardingRule:
     return SdyShardingRule(operands, results, need_replication_factors=tuple(whole))
 
 
-def _explicit(program: Program, explicit: MeshAxes, arrays: Any) -> Any:
+@partial(jax.jit, static_argnums=(0, 1))
+def _explicit(program: Program, explicit: MeshAxes, *arrays: Array) -> Any:
     """A shard_map over the explicit axes of the mesh."""
     operands, specs, split = _placed(program, arrays)
     _, of_results = program.axes(arrays)
