@@ -184,6 +184,23 @@ def test_decoding(name: str) -> None:
         check(call.function, call.arrays, specs)
 
 
+def test_decoding_kernels_lower() -> None:
+    """Each GPU runs them on its own part, with the batch and head numbers of the whole call."""
+    mesh = jax.sharding.AbstractMesh((2, 2), ("x", "y"), (AxisType.Explicit,) * 2)
+    struct = lambda *shape: jax.ShapeDtypeStruct(  # noqa: E731
+        shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("x", None, "y"))
+    )
+
+    def call(q: Any, k: Any) -> Any:
+        score_mod = lambda s, b, h, i, j: s + 0.1 * b * j + h  # noqa: E731
+        return flash_decode(q, k, k, jnp.arange(4), score_mod=score_mod, implementation="sm90")
+
+    traced = jax.jit(call).trace(struct(4, 1, 8, 64), struct(4, 256, 4, 64))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    assert "tensor<2x1x4x64xbf16>" in text
+
+
 def test_a_cache_keeps_its_type() -> None:
     """As a scan over decoding steps wants it."""
     k, v, new_k, new_v, lengths = reshard((K, V, K[:, :2], V[:, :2], LENGTHS), (BATCH, WHOLE, HEADS, HEADS, WHOLE))
