@@ -6,10 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_flash import autodiff, dispatch, reference
+from pallas_flash import autodiff, dispatch, partitioning, reference
 from pallas_flash.autodiff import Output
 from pallas_flash.masks import Mask
-from pallas_flash.spec import Array, Implementation, called_with, of_structs
+from pallas_flash.passes import AttentionPass
+from pallas_flash.spec import Array, called_with, of_structs
 from pallas_flash.validation import Arguments, Canonical, canonicalise
 
 
@@ -147,17 +148,13 @@ def explain(*args: Any, implementation: str | None = None, **kwargs: Any) -> dis
 def attend(call: Canonical, implementation: str | None) -> Output:
     """A checked call, computed by what is named, or chosen."""
     choice = dispatch.choose(call.spec, call.operands, implementation, dispatch.TABLE)
-    return _without_vjp(call) if choice.default is reference else _with_vjp(choice, call)
-
-
-def _without_vjp(call: Canonical) -> Output:
-    residuals, max_logit = autodiff.compiled(reference.forward)(call.spec, call.operands)
-    return Output(residuals.out, autodiff.log_sum_exp(residuals.m, residuals.l), max_logit)
-
-
-def _with_vjp(choice: autodiff.Choice[Implementation], call: Canonical) -> Output:
+    forward = AttentionPass(autodiff.ByPlatform(choice, "forward"), call.spec)
+    operands = partitioning.alike(forward, call.operands)
+    if choice.default is reference:
+        residuals, max_logit = partitioning.differentiated_by_jax(forward, operands)
+        return Output(residuals.out, autodiff.log_sum_exp(residuals.m, residuals.l), max_logit)
     with dispatch.refusals_by_name(choice):
-        return autodiff.attention(choice, call.spec, call.operands)
+        return autodiff.attention(choice, call.spec, operands)
 
 
 def restore(call: Canonical, output: Output, *, return_residual: bool) -> Any:

@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_flash import partitioning
+from pallas_flash.passes import AttentionPass
 from pallas_flash.spec import (
     Array,
     AttentionSpec,
@@ -100,7 +101,7 @@ attention.defvjp(_attention_fwd, _attention_bwd)
 
 def run(choice: Choice[Any], method: str, spec: AttentionSpec, *arrays: Any) -> Any:
     """A pass of the chosen implementation, by each device on its own part of the batch and heads."""
-    pass_ = partitioning.Pass(ByPlatform(choice, method), spec, backward=method == "backward")
+    pass_ = AttentionPass(ByPlatform(choice, method), spec, backward=method == "backward")
     return partitioning.run(pass_, *arrays)
 
 

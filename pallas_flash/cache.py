@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -9,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import masks
+from pallas_flash import masks, partitioning
 from pallas_flash.checks import Sizes, checked_array, per_batch, require
 from pallas_flash.decode_validation import QUANTISED, page_table_of, quantisation_scale
 from pallas_flash.rotary import Rotary, apply_rotary, rotated_features
 from pallas_flash.spec import Array, described
+from pallas_flash.splits import GATHERED
 from pallas_flash.validation import DTYPES
 
 
@@ -77,10 +79,9 @@ def append_to_cache(
     lead = cache.key.shape[:-3]
     new = _new(cache, key, value, lead, rotary)
     sizes = _sizes(new.key, lead, cache.key.shape[-3])
-    position, real = _positions(sizes, kv_lengths, query_lengths)
-    nowhere = sizes.kv_len + jnp.arange(sizes.q_len)
+    new = new._replace(**_lengths(sizes, kv_lengths, query_lengths))
     flat = Cache(*(None if x is None else x.reshape(sizes.batch, *x.shape[len(lead) :]) for x in cache))
-    written = _write(flat, new, _Places(position, jnp.where(real, position, nowhere)), rotary)
+    written = partitioning.differentiated_by_jax(_Append(rotary, paged=False), flat, new)
     return Cache(*(None if x is None else x.reshape(*lead, *x.shape[1:]) for x in written))
 
 
@@ -123,15 +124,10 @@ def append_to_pages(
     table = page_table_of(page_table, lead, "key")
     num_pages, page_size = pages.key.shape[:2]
     sizes = _sizes(new.key, lead, page_size * table.shape[1])
-    position, real = _positions(sizes, kv_lengths, query_lengths)
+    new = new._replace(page_table=table, **_lengths(sizes, kv_lengths, query_lengths))
     if sizes.kv_len == 0 or num_pages == 0:
         return pages
-    entry = jnp.clip(position // page_size, 0, table.shape[1] - 1)
-    page = jnp.take_along_axis(table, entry, axis=1)
-    real = real & (page >= 0) & (page < num_pages)
-    nowhere = num_pages + jnp.arange(real.size).reshape(real.shape)
-    places = _Places(position, position % page_size, jnp.where(real, page, nowhere))
-    return _write(pages, new, places, rotary)
+    return partitioning.differentiated_by_jax(_Append(rotary, paged=True), pages, new)
 
 
 def quantise(x: Array, dtype: Any = jnp.int8, *, scale: Array | None = None) -> tuple[Array, Array]:
@@ -173,10 +169,40 @@ def quantise(x: Array, dtype: Any = jnp.int8, *, scale: Array | None = None) -> 
 
 
 class _New(NamedTuple):
-    """The new tokens with one batch dimension."""
+    """The new tokens with one batch dimension, and what says where they go."""
 
     key: Array  # [B, T, K, H]
     value: Array  # [B, T, K, Hv]
+    kv_lengths: Array | None = None  # int32 [B]
+    query_lengths: Array | None = None  # int32 [B]; None: T
+    page_table: Array | None = None  # int32 [B, max_pages]; None: the cache is none of pages
+
+
+@dataclasses.dataclass(frozen=True)
+class _Append:
+    """On arrays that are sharded (passes.py): the cache stays as it is, and what is new is brought to it."""
+
+    rotary: Rotary | None
+    paged: bool
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {field: f"{'pages' if self.paged else 'cache'}.{field}" for field in Cache._fields}
+
+    def __call__(self, cache: Cache, new: _New) -> Cache:
+        return _write(cache, new, _places(cache, new), self.rotary)
+
+    def axes(self, cache: Cache, new: _New) -> tuple[tuple[Cache, _New], Cache]:
+        there = lambda axes, x: None if x is None else axes  # noqa: E731
+        rows, batch = ("ps", GATHERED) if self.paged else ("bs", "d")
+        of_cache: Any = Cache(*map(there, (f"{rows}nh", f"{rows}nh", f"{rows}n", f"{rows}n"), cache))
+        tokens = (f"{batch}_mh", f"{batch}_mh", batch, batch, f"{batch}_")
+        of_new: Any = _New(*map(there, tokens, new))
+        return (of_cache, of_new), of_cache
+
+    def part(self, split: Any, first: Any, *arrays: Any) -> Cache:
+        del split, first
+        return self(*arrays)
 
 
 class _Places(NamedTuple):
@@ -226,14 +252,28 @@ def _sizes(key: Array, lead: tuple[int, ...], capacity: int) -> Sizes:
     return Sizes(lead, batch, q_len, capacity, num_kv_heads, num_kv_heads)
 
 
-def _positions(sizes: Sizes, kv_lengths: Any, query_lengths: Any) -> tuple[Array, Array]:
-    """[B, T] each: the position of every new token, and whether it is one and its position is there."""
-    ends = per_batch("kv_lengths", kv_lengths, sizes, -masks.FAR, masks.FAR)[:, None]
-    count = sizes.q_len if query_lengths is None else per_batch("query_lengths", query_lengths, sizes, 0, sizes.q_len)
-    count = jnp.broadcast_to(count, sizes.batch)[:, None]
-    token = jnp.arange(sizes.q_len, dtype=jnp.int32)[None]
-    position = ends - count + token
-    return position, (token < count) & (position >= 0) & (position < sizes.kv_len)
+def _lengths(sizes: Sizes, kv_lengths: Any, query_lengths: Any) -> dict[str, Array | None]:
+    ends = per_batch("kv_lengths", kv_lengths, sizes, -masks.FAR, masks.FAR)
+    count = None if query_lengths is None else per_batch("query_lengths", query_lengths, sizes, 0, sizes.q_len)
+    return {"kv_lengths": ends, "query_lengths": count}
+
+
+def _places(cache: Cache, new: _New) -> _Places:
+    """Of every new token. One that is none, or whose place is not there, goes nowhere."""
+    batch, q_len = new.key.shape[:2]
+    rows = cache.key.shape[1]
+    capacity = rows if new.page_table is None else rows * new.page_table.shape[1]
+    count = jnp.full(batch, q_len, jnp.int32) if new.query_lengths is None else new.query_lengths
+    token = jnp.arange(q_len, dtype=jnp.int32)[None]
+    position = (new.kv_lengths - count)[:, None] + token
+    real = (token < count[:, None]) & (position >= 0) & (position < capacity)
+    if new.page_table is None:
+        return _Places(position, jnp.where(real, position, capacity + token))
+    page = jnp.take_along_axis(new.page_table, jnp.clip(position // rows, 0, new.page_table.shape[1] - 1), axis=1)
+    num_pages = cache.key.shape[0]
+    real = real & (page >= 0) & (page < num_pages)
+    nowhere = num_pages + jnp.arange(real.size).reshape(real.shape)
+    return _Places(position, position % rows, jnp.where(real, page, nowhere))
 
 
 def _write(cache: Cache, new: _New, places: _Places, rotary: Rotary | None) -> Cache:

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_flash import autodiff, dispatch
+from pallas_flash import autodiff, dispatch, partitioning
 from pallas_flash.checks import require
 from pallas_flash.combine import Partial
-from pallas_flash.decode_spec import DecodeImplementation, DecodeOperands, DecodeSpec
+from pallas_flash.decode_spec import DecodeOperands
 from pallas_flash.decode_validation import DecodeArguments, DecodeCall, canonicalise
+from pallas_flash.passes import DecodePass
 from pallas_flash.spec import Array, called_with, of_structs
 
 
@@ -161,16 +162,18 @@ def explain_decode(
 def _compute(arguments: DecodeArguments, implementation: str | None) -> Any:
     call = canonicalise(arguments)
     choice = dispatch.choose(call.spec, call.operands, implementation, dispatch.DECODE_TABLE)
+    pass_ = DecodePass(autodiff.ByPlatform(choice, "decode"), call.spec, arguments.paged)
+    call = call._replace(operands=partitioning.alike(pass_, call.operands))
     with dispatch.refusals_by_name(choice):
-        result = _decode(choice, call.spec, call.operands)
+        result = _decode(pass_, call.operands)
     out, lse = _without_padding(call, result)
     out, lse = (x.reshape(*call.lead, *x.shape[1:]) for x in (out, lse))
     return (out, lse) if arguments.return_residual else out
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _decode(choice: autodiff.Choice[DecodeImplementation], spec: DecodeSpec, operands: DecodeOperands) -> Partial:
-    return autodiff.ByPlatform(choice, "decode")(spec, operands)
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _decode(pass_: DecodePass, operands: DecodeOperands) -> Partial:
+    return partitioning.run_unless_automatic(pass_, operands)
 
 
 @_decode.defjvp

@@ -57,6 +57,8 @@ class Elementwise:
         if not as_traced or any(varying_axes(x) != _axes_of(var.aval) for x, var in pairs):
             program = lambda *scalars: _evaluate(self.jaxpr, captures, scalars)  # noqa: E731
         function = lambda *scalars: program(*scalars)[0]  # noqa: E731
+        if not shape:  # inside another such function, whose program has operations on scalars alone
+            return function(*args)
         for axis in reversed(range(len(shape))):
             in_axes = tuple(0 if arg.shape[axis] != 1 else None for arg in args)
             if any(a is not None for a in in_axes):

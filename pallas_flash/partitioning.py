@@ -1,12 +1,12 @@
 """Attention on arrays that are sharded over batch and heads: each device computes its own part, nothing is gathered.
 
-A pass (forward or backward) is a function of `spec.Operands` and its like. The axes of all of its arrays have names,
-b t s n k h e (batch, queries, keys, heads, key heads, the rest); b and n may be split over devices, all others are
-whole on each. How this reaches the compiler depends on what kind of axes the mesh has:
+A pass (passes.py) says which axes of its arrays may be split over devices (splits.py). How this reaches the compiler
+depends on what kind of axes the mesh has:
 
 - automatic ones (`jax.jit` with sharded arguments): `custom_partitioning`, which the partitioner asks once it knows the
   shardings;
-- explicit ones: the shardings are in the types, and the pass is a `shard_map` over them;
+- explicit ones: the shardings are in the types, and the pass is a `shard_map` over them. Operands that are sharded
+  otherwise than the others are brought to them before (`alike`), so that gradients are sharded as what they belong to;
 - manual ones (inside the caller's `shard_map`): arrays are local already.
 
 Sequences that are sharded are gathered by automatic axes and refused by explicit ones; distributed/ is for them.
@@ -15,84 +15,61 @@ Sequences that are sharded are gathered by automatic axes and refused by explici
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
-from pallas_flash.masks import Predicate, Segments
-from pallas_flash.spec import Array, AttentionSpec, Cotangents, Forward, Gradients, Operands, Residuals
-
-BATCH, HEADS, KV_HEADS = "b", "n", "k"
-UNSPLIT = "."  # an axis that is whole on every device, whatever it is
-MeshAxes = tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Pass:
-    """What one implementation, or one for each platform, computes. Arrays come as `function` takes them."""
-
-    function: Callable[..., Any]  # (spec, operands, *more) -> Forward | Gradients
-    spec: AttentionSpec
-    backward: bool
-
-    def __call__(self, *arrays: Any) -> Any:
-        return self.function(self.spec, *arrays)
-
-    def axes(self, operands: Operands) -> tuple[Any, Any]:
-        """The axes of all arrays, and those of all results, in their own structures with strings as leaves."""
-        of_operands, of_residuals = axes_of_operands(self.spec, operands), Residuals("btne", "bnt", "bnt")
-        if not self.backward:
-            return (of_operands,), Forward(of_residuals, "bn" if self.spec.return_max_logit else None)
-        floating = lambda x, axes: axes if jnp.issubdtype(x.dtype, jnp.floating) else None  # noqa: E731
-        score_mod = tuple(map(floating, operands.score_mod, of_operands.score_mod))
-        fields = {name: getattr(of_operands, name) for name in ("q", "k", "v", "bias", "sinks", "scale")}
-        gradients = Gradients(**fields, score_mod=score_mod)
-        return (of_operands, of_residuals, Cotangents("btne", "bnt")), gradients
+from pallas_flash.passes import Pass
+from pallas_flash.spec import Array
+from pallas_flash.splits import (
+    BATCH,
+    FOLLOWING,
+    HEADS,
+    KV_HEADS,
+    MeshAxes,
+    Split,
+    refuse_others,
+    sizes_of,
+    split_of,
+)
 
 
-def axes_of_operands(spec: AttentionSpec, operands: Operands) -> Operands:
-    shapes = operands.shapes
-    kv_heads = HEADS if shapes.num_kv_heads == shapes.num_q_heads else KV_HEADS
-    scores = lambda x: "".join(axis if n > 1 else UNSPLIT for axis, n in zip("bnts", x.shape, strict=True))  # noqa: E731
-
-    def of_part(part: Any, arrays: tuple[Array, ...]) -> tuple[str, ...]:
-        if part.uses_batch:
-            return ("b",)
-        if isinstance(part, Segments):
-            return "bt", "bs"
-        return tuple(UNSPLIT * x.ndim if isinstance(part, Predicate) else scores(x) for x in arrays)
-
-    there = lambda axes, x: None if x is None else axes  # noqa: E731
-    return Operands(
-        q="btnh",
-        k=f"bs{kv_heads}h",
-        v=f"bs{kv_heads}e",
-        bias=None if operands.bias is None else scores(operands.bias),
-        sinks=there("n", operands.sinks),
-        scale=there("", operands.scale),
-        score_mod=tuple(UNSPLIT * x.ndim for x in operands.score_mod),
-        mask=tuple(of_part(part, arrays) for part, arrays in zip(spec.mask, operands.mask, strict=True)),
-        q_offset=there("b", operands.q_offset),
-        kv_offset=there("b", operands.kv_offset),
-        dropout_key=there(UNSPLIT, operands.dropout_key),
-        origin=there(UNSPLIT, operands.origin),
-    )
-
-
-def run(pass_: Pass, operands: Operands, *more: Any) -> Any:
+def run(pass_: Pass, *arrays: Any) -> Any:
     """The pass on arrays that are sharded in any way."""
-    explicit = explicit_axes((operands, *more))
+    explicit = explicit_axes(arrays)
     if not explicit and (_inside_shard_map() or jax.config.jax_disable_jit):
-        return pass_(operands, *more)
-    arrays, treedef = jax.tree.flatten((operands, *more))
-    return _run(Program(pass_, treedef), explicit, *arrays)
+        return pass_(*arrays)
+    flat, treedef = jax.tree.flatten(arrays)
+    return _run(Program(pass_, treedef), explicit, *flat)
+
+
+def run_unless_automatic(pass_: Pass, *arrays: Any) -> Any:
+    """Likewise, but automatic axes are left to what XLA can partition by itself."""
+    return run(pass_, *arrays) if explicit_axes(arrays) else pass_(*arrays)
+
+
+def differentiated_by_jax(pass_: Pass, *arrays: Any) -> Any:
+    """Likewise, for a pass of JAX's own operations, which JAX differentiates and maps."""
+    explicit = explicit_axes(arrays)
+    if not explicit:
+        return pass_(*arrays)
+    flat, treedef = jax.tree.flatten(arrays)
+    return _explicit(Program(pass_, treedef), explicit, *flat)
+
+
+def alike[T](pass_: Pass, arrays: T) -> T:
+    """The arrays of a call, on explicit axes all sharded as its pass wants them; elsewhere as they are."""
+    if not explicit_axes(arrays):
+        return arrays
+    flat, treedef = jax.tree.flatten(arrays)
+    *flat, _, _ = _placed(Program(pass_, jax.tree.structure((arrays,))), flat)[0]
+    return jax.tree.unflatten(treedef, flat)
 
 
 def explicit_axes(arrays: Any) -> MeshAxes:
@@ -135,7 +112,7 @@ class Program:
         """Of the flat arrays, and of the results in their own structure."""
         ranks = [sum(flags) for flags in zip(*self.mapped, strict=True)] if self.mapped else [0] * len(arrays)
         single = [jax.ShapeDtypeStruct(x.shape[n:], x.dtype) for x, n in zip(arrays, ranks, strict=True)]
-        of_arrays, of_results = self.pass_.axes(jax.tree.unflatten(self.treedef, single)[0])
+        of_arrays, of_results = self.pass_.axes(*jax.tree.unflatten(self.treedef, single))
         prefixes = [
             "".join(letter for letter, flags in zip(self.letters, self.mapped, strict=True) if flags[i])
             for i in range(len(arrays))
@@ -148,11 +125,11 @@ class Program:
 
         wrap: around everything but the sums over devices.
         """
-        num_heads = split.sizes[HEADS]
         _, of_results = self.axes(arrays)
+        part = partial(self.pass_.part, split)
 
         def compute(batch: Array, head: Array, *arrays: Array) -> Any:
-            return self._mapped(lambda *x: self._part(split, (batch, head), num_heads, x))(*arrays)
+            return self._mapped(lambda *x: part((batch, head), *jax.tree.unflatten(self.treedef, x)))(*arrays)
 
         def local(*arrays: Array) -> Any:
             *of_pass, batches, heads = arrays
@@ -162,24 +139,12 @@ class Program:
 
         return local
 
-    def _part(self, split: Split, first: tuple[Array, Array], num_heads: int, arrays: Any) -> Any:
-        operands, *more = jax.tree.unflatten(self.treedef, arrays)
-        spec, num_kv_heads = self.pass_.spec, operands.shapes.num_kv_heads
-        if asks_for_places(spec):
-            origin = jnp.stack(first) if operands.origin is None else operands.origin + jnp.stack(first)
-            operands = operands._replace(origin=origin)
-        if not split.heads_of_one_key_head(num_kv_heads):
-            return self.pass_(operands, *more)
-        head = first[1] // (num_heads // num_kv_heads)
-        k, v = (lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (operands.k, operands.v))
-        results = self.pass_(operands._replace(k=k, v=v), *more)
-        if not isinstance(results, Gradients):
-            return results
-        dk, dv = (
-            lax.dynamic_update_slice_in_dim(jnp.zeros_like(whole), part, head, axis=2)
-            for whole, part in ((operands.k, results.k), (operands.v, results.v))
-        )
-        return results._replace(k=dk, v=dv)
+    @property
+    def names(self) -> list[str]:
+        """Of the flat arrays, as a caller knows them."""
+        places = jax.tree.unflatten(self.treedef, range(self.treedef.num_leaves))
+        fields = (str(getattr(path[1], "name", path[1])) for path, _ in jax.tree.leaves_with_path(places))
+        return [self.pass_.names.get(field, field) for field in fields]
 
 
 def _pure(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,74 +155,11 @@ def _pure(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def asks_for_places(spec: AttentionSpec) -> bool:
-    """Whether a score depends on which batch element or head it belongs to."""
-    return spec.score_mod is not None or spec.dropout_rate > 0 or any(isinstance(p, Predicate) for p in spec.mask)
-
-
-class Split(NamedTuple):
-    """Which mesh axes each named axis is split over."""
-
-    mesh_axes: dict[str, MeshAxes]
-    sizes: dict[str, int]  # of the named axes
-    mesh: Any
-
-    def spec(self, axes: str) -> PartitionSpec:
-        return PartitionSpec(*(self.mesh_axes.get(axis) or None for axis in axes))
-
-    def not_in(self, axes: str) -> MeshAxes:
-        """The mesh axes over which partial sums of an array with these axes must be added up."""
-        used = {name for axis in axes for name in self.mesh_axes.get(axis, ())}
-        every = dict.fromkeys(name for names in self.mesh_axes.values() for name in names)
-        return tuple(name for name in every if name not in used)
-
-    def ways(self, names: MeshAxes) -> int:
-        return math.prod(self.mesh.shape[name] for name in names)
-
-    def heads_of_one_key_head(self, num_kv_heads: int) -> bool:
-        """Whether a device has some of the query heads of one key head, out of several that are all there."""
-        return num_kv_heads > 1 and self.ways(self.mesh_axes.get(HEADS, ())) > 1 and not self._shares_key_heads
-
-    @property
-    def _shares_key_heads(self) -> bool:
-        return self.sizes.get(KV_HEADS) is None or bool(self.mesh_axes.get(KV_HEADS))
-
-
-def split_of(mesh: Any, axes: list[str], arrays: Any, shardings: list[Any]) -> Split:
-    """What the shardings of the arrays say: the first array that splits an axis decides. An axis stays whole where it
-    cannot be divided evenly, and where its mesh axes split another one."""
-    sizes = {axis: n for names, x in zip(axes, arrays, strict=True) for axis, n in zip(names, x.shape, strict=True)}
-    found: dict[str, MeshAxes] = {}
-    split = Split(found, sizes, mesh)
-    for axis, names in _splits(axes, shardings):
-        target = HEADS if axis == KV_HEADS else axis
-        if target in found or not names or any(name in used for used in found.values() for name in names):
-            continue
-        ways = split.ways(names)
-        if sizes[target] % ways == 0 and (target != HEADS or _heads_divide(sizes, ways)):
-            found[target] = names
-            if target == HEADS and KV_HEADS in sizes and sizes[KV_HEADS] % ways == 0:
-                found[KV_HEADS] = names
-    return split
-
-
-def _splits(axes: list[str], shardings: list[Any]) -> Iterator[tuple[str, MeshAxes]]:
-    for names, sharding in zip(axes, shardings, strict=True):
-        for axis, entry in zip(names, getattr(sharding, "spec", ()), strict=False):
-            if isinstance(entry, str | tuple) and (axis in (BATCH, HEADS, KV_HEADS) or axis.isupper()):
-                yield axis, entry if isinstance(entry, tuple) else (entry,)
-
-
-def _heads_divide(sizes: dict[str, int], ways: int) -> bool:
-    """Whether each device has whole groups of heads, or heads of one group."""
-    num_kv_heads = sizes.get(KV_HEADS, sizes[HEADS])
-    return num_kv_heads % ways == 0 or ways % num_kv_heads == 0
-
-
 def _numbers(axes: list[str], arrays: Any) -> tuple[Array, Array]:
     """Of the batch elements and heads. Split like what they number, they tell each device which ones it has."""
-    batch, _, heads, _ = arrays[0].shape[axes[0].index(BATCH) :]
-    return jnp.arange(batch, dtype=jnp.int32), jnp.arange(heads, dtype=jnp.int32)
+    sizes = sizes_of(axes, arrays)
+    batch, heads = (jnp.arange(sizes.get(axis, 1), dtype=jnp.int32) for axis in (BATCH, HEADS))
+    return batch, heads
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -272,7 +174,7 @@ def _run(program: Program, explicit: MeshAxes, *arrays: Array) -> Any:
 
     @jax.custom_batching.custom_vmap
     def mappable(*arrays: Array) -> Any:
-        return _explicit(program, explicit, arrays) if explicit else _automatic(program, arrays)
+        return _explicit(program, explicit, *arrays) if explicit else _automatic(program, arrays)
 
     @mappable.def_vmap
     def _vmap(axis_size: int, in_batched: Any, *arrays: Array) -> Any:
@@ -288,6 +190,7 @@ def _run(program: Program, explicit: MeshAxes, *arrays: Array) -> Any:
 def _automatic(program: Program, arrays: Any) -> Any:
     """A rule that the partitioner asks."""
     axes, of_results = program.axes(arrays)
+    arrays = (*arrays, *_numbers(axes, arrays))
     axes = [*axes, BATCH, HEADS]
 
     def split(mesh: Any, shapes: Any) -> Split:
@@ -310,7 +213,7 @@ def _automatic(program: Program, arrays: Any) -> Any:
         infer_sharding_from_operands=lambda mesh, shapes, _: results(split(mesh, shapes)),
         sharding_rule=_shardy_rule(axes, jax.tree.leaves(of_results)),
     )
-    return whole(*arrays, *_numbers(axes, arrays))
+    return whole(*arrays)
 
 
 def _shardy_rule(axes: list[str], of_results: list[str]) -> SdyShardingRule:
@@ -318,6 +221,7 @@ def _shardy_rule(axes: list[str], of_results: list[str]) -> SdyShardingRule:
     whole: list[str] = []
 
     def factor(axis: str, place: str) -> str:
+        axis = FOLLOWING.get(axis, axis)
         if axis in (BATCH, HEADS, KV_HEADS):
             return axis
         if axis.isupper():
@@ -335,34 +239,33 @@ def _shardy_rule(axes: list[str], of_results: list[str]) -> SdyShardingRule:
     return SdyShardingRule(operands, results, need_replication_factors=tuple(whole))
 
 
-def _explicit(program: Program, explicit: MeshAxes, arrays: Any) -> Any:
+@partial(jax.jit, static_argnums=(0, 1))
+def _explicit(program: Program, explicit: MeshAxes, *arrays: Array) -> Any:
     """A shard_map over the explicit axes of the mesh."""
-    axes, of_results = program.axes(arrays)
-    shardings = [jax.typeof(x).sharding for x in arrays]
-    mesh = next(s.mesh for s in shardings if AxisType.Explicit in s.mesh.axis_types)
-    split = split_of(mesh, axes, arrays, shardings)
-    specs = [split.spec(names) for names in axes]
-    for names, array, sharding, spec in zip(axes, arrays, shardings, specs, strict=True):
-        for axis, got, wanted in zip(names, sharding.spec, (*spec, *(None,) * len(names)), strict=False):
-            if got not in (None, wanted):
-                raise ValueError(
-                    f"{_AXIS_NAMES.get(axis, 'an axis')} of {jax.typeof(array).str_short(True)} is split over {got!r}, "
-                    f"not {wanted!r}: flash_attention shards batch and heads only, all operands alike. "
-                    "Reshard it (jax.sharding.reshard); for sequences there is ring_attention"
-                )
-    specs += [split.spec(BATCH), split.spec(HEADS)]
-    operands = (
-        jax.sharding.reshard(x, NamedSharding(mesh, spec))
-        for x, spec in zip((*arrays, *_numbers(axes, arrays)), specs, strict=True)
-    )
+    operands, specs, split = _placed(program, arrays)
+    _, of_results = program.axes(arrays)
+    # The trace of one instance of a vmap has the whole mesh, yet not the axis that the instances are split over. By
+    # default shard_map takes all that it has.
+    all_explicit = len(explicit) == len(split.mesh.axis_names)
     return jax.shard_map(
         program.on_shards(split, arrays),
-        mesh=mesh,
-        in_specs=tuple(specs),
+        mesh=split.mesh,
+        in_specs=specs,
         out_specs=jax.tree.map(split.spec, of_results),
-        axis_names=set(explicit),
+        axis_names=set() if all_explicit else set(explicit),
         check_vma=False,  # sums over the axes that an array is not split over are written out in on_shards
     )(*operands)
 
 
-_AXIS_NAMES = {"b": "the batch", "t": "the query axis", "s": "the key axis", "n": "the head axis", "k": "the head axis"}
+def _placed(program: Program, arrays: Any) -> tuple[list[Array], tuple[Any, ...], Split]:
+    """The arrays and the numbers of batch elements and heads, sharded alike, and how."""
+    axes, _ = program.axes(arrays)
+    shardings = [jax.typeof(x).sharding for x in arrays]
+    mesh = next(s.mesh for s in shardings if AxisType.Explicit in s.mesh.axis_types)
+    split = split_of(mesh, axes, arrays, shardings)
+    for name, names, array in zip(program.names, axes, arrays, strict=True):
+        refuse_others(split, name, names, array)
+    axes, arrays = [*axes, BATCH, HEADS], [*arrays, *_numbers(axes, arrays)]
+    specs = tuple(split.spec(names) for names in axes)
+    placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    return placed, specs, split

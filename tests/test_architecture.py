@@ -42,6 +42,8 @@ LAYERS = {
     "pallas_flash.xla": 2,
     "pallas_flash.xla_decode": 2,
     "pallas_flash.reference": 2,
+    "pallas_flash.splits": 1,
+    "pallas_flash.passes": 2,
     "pallas_flash.partitioning": 2,
     "pallas_flash.kernels": 2,
     "pallas_flash.kernels.sm80": 3,

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from pallas_flash.checks import require
-from pallas_flash.partitioning import asks_for_places
+from pallas_flash.passes import asks_for_places
 from pallas_flash.spec import Array, AttentionSpec, Operands, vary
 
 SHARED = -1  # in place of an axis: an array of all heads, whose results are added up

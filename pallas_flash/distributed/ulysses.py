@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import api, dispatch, partitioning
+from pallas_flash import api, dispatch, passes
 from pallas_flash.distributed.arguments import Local, local_call
 from pallas_flash.masks import Segments
 from pallas_flash.spec import Array, Operands, vary, varying_axes
@@ -82,7 +82,7 @@ def _exchanged(local: Local) -> Operands:
     sinks, origin = operands.sinks, None
     if sinks is not None:
         sinks = lax.dynamic_slice_in_dim(sinks, first_head, num_heads)
-    if partitioning.asks_for_places(spec):
+    if passes.asks_for_places(spec):
         origin = vary(jnp.stack([jnp.zeros_like(first_head), first_head]), varying_axes(q))
     return operands._replace(q=q, k=k, v=v, mask=mask, sinks=sinks, origin=origin)
 

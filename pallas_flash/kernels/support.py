@@ -95,14 +95,6 @@ def mask_class(spec: AttentionSpec, operands: Operands) -> str:
     return "causal" if spec.mask else "full"
 
 
-def mesh_obstacle(array: Any) -> str | None:
-    """For a call that no partitioning rule splits among devices."""
-    sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array).sharding
-    if sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
-        return "arrays on a mesh with explicit axes: call it inside shard_map"
-    return None
-
-
 def function_obstacle(functions: Iterable[tuple[str, Any]]) -> str | None:
     """functions: names, and `Elementwise` functions or None."""
     for name, function in functions:

@@ -44,7 +44,6 @@ def unsupported(spec: DecodeSpec, operands: DecodeOperands) -> str | None:
     if math.prod(operands.q.shape[:3]) >= MAX_ROWS:
         return f"batch * heads * tokens must stay below {MAX_ROWS}: {shapes}"
     obstacles = (
-        support.mesh_obstacle(operands.q),
         support.function_obstacle([("score_mod", spec.score_mod)]),
         support.array_obstacle("score_mod", operands.score_mod),
     )
