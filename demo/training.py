@@ -225,7 +225,7 @@ def train(
         state = checkpoints.restore(state)
     stopped, shown, seconds = None, 0.0, []
     for step in range(int(state.step), run.steps):
-        if stop.signal is not None:
+        if stop.asked():
             stopped = "interrupted"
             break
         batch = run.place(run.task.train_batch(run.seed, step, run.batch_size))
