@@ -113,12 +113,12 @@ def test_two_processes_stop_together_and_go_on(tmp_path: Path) -> None:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     folder = tmp_path / "run"
-    wishes = "--seq-len 16 --batch-size 6 --lengths 16 --no-longest --implementation flash --devices 2 --steps 600"
+    wishes = "--seq-len 16 --batch-size 6 --lengths 16 --no-longest --implementation flash --devices 2 --steps 60"
     several = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id"]
-    first = [*wishes.split(), "--output", str(folder), "--checkpoint-every", "5", *several]
+    first = [*wishes.split(), "--output", str(folder), "--checkpoint-every", "10", *several]
     processes = [start_process(*first, str(i)) for i in range(2)]
     deadline = time.monotonic() + 300
-    while not list(folder.glob("checkpoints/flash/5/_CHECKPOINT_METADATA")):
+    while not list(folder.glob("checkpoints/flash/10/_CHECKPOINT_METADATA")):
         assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -126,14 +126,14 @@ def test_two_processes_stop_together_and_go_on(tmp_path: Path) -> None:
     errors = [process.communicate(timeout=300)[1] for process in processes]
     assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, errors
     stopped = json.loads((folder / "results.json").read_text())["training"]["flash"]
-    assert stopped["status"] == "interrupted" and 5 <= stopped["steps"] < 600
+    assert stopped["status"] == "interrupted" and 10 <= stopped["steps"] < 60
 
     commands = [error.splitlines()[-1].partition("python train_demo.py ")[2].removesuffix(")") for error in errors]
     processes = [start_process(*shlex.split(command)) for command in commands]
     outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     training = json.loads((folder / "results.json").read_text())["training"]["flash"]
-    assert training["status"] == "finished" and len(training["losses"]) == 600
+    assert training["status"] == "finished" and len(training["losses"]) == 60
     assert np.isfinite(training["losses"]).all()
     assert training["losses"][: stopped["steps"]] == stopped["losses"]
     assert ["Report:" in output for output, _ in outputs] == [True, False]
