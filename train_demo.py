@@ -18,7 +18,7 @@ import sys
 from demo import InputError
 from demo.stop import StopRequest
 
-OWN = ("demo", "models", "pallas_flash")  # without these, nothing that is installed would help
+OWN = ("", "demo", "models", "pallas_flash")  # without these, nothing that is installed would help
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,9 +52,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         import demo.job  # noqa: F401 - everything, also for --help
         from demo.arguments import build_parser
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] in OWN:
+        missing = (error.name or "").partition(".")[0]
+        if missing in OWN:
             raise
-        raise InputError(f'needs {error.name}: make demo installs it, or here pip install ".[demo]"') from error
+        raise InputError(f'needs {missing}: make demo installs it, or here pip install ".[demo]"') from error
     return build_parser(__doc__).parse_args(arguments)
 
 

@@ -100,7 +100,7 @@ class Transformer(nnx.Module):
         Returns float32 [B, T, vocab_size].
 
         Raises ValueError for tokens that are not in 0 … vocab_size - 1, where their values are known. Under jit they
-        are not: there a token beyond the vocabulary makes NaN of the logits that it has a part in, and -1 is its last one.
+        are not: there a token beyond the vocabulary makes NaN of the logits that it has a part in, and -1 is the last.
         """
         x = self._embed(tokens, lengths)
         for block in self.blocks:
