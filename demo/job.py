@@ -42,7 +42,7 @@ class Job:
         console.print(where, markup=False, highlight=False, soft_wrap=True)
         stop.share = lambda signal: int(largest(signal))
         Experiment(self.options, self.task, self.folder, self.checkpoint_every, self.results, console, stop).work()
-        stop.asked()
+        stop.asked()  # what came during the search, where none waits for another, is for all too
         if self.processes.first:
             report.write(self.results, self.folder)
             if self.report_to is not None:

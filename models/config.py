@@ -61,9 +61,10 @@ class TransformerConfig:
         divides = self.num_q_heads % self.num_kv_heads == 0
         self._require("num_q_heads", divides, f"a multiple of num_kv_heads={self.num_kv_heads}")
         self._require("head_dim", self.head_dim % 2 == 0, "even, for the rotary embedding")
-        windows = self.windows is None or (isinstance(self.windows, tuple) and self.windows)
-        windows = windows and all(window is None or _is_size(window) for window in self.windows or ())
-        self._require("windows", windows, "None or a tuple of at least one, each None or an integer, at least 1")
+        windows = self.windows
+        listed = isinstance(windows, tuple) and windows and all(w is None or _is_size(w) for w in windows)
+        wanted = "None or a tuple of at least one, each None or an integer, at least 1"
+        self._require("windows", windows is None or listed, wanted)
         checked_soft_cap(self.logits_soft_cap)
         for name, known in (
             ("compute_dtype", COMPUTE_DTYPES),
@@ -73,8 +74,10 @@ class TransformerConfig:
             value = getattr(self, name)
             self._require(name, isinstance(value, str | None) and value in known, f"one of {known}")
         axes = self.context_parallel
-        named = isinstance(axes, tuple) and len(axes) == len(set(axes)) == 2 and all(isinstance(a, str) for a in axes)
-        self._require("context_parallel", axes is None or named, "None or the names of two mesh axes")
+        pair = isinstance(axes, tuple) and len(axes) == 2 and all(isinstance(axis, str) for axis in axes)
+        self._require(
+            "context_parallel", axes is None or (pair and axes[0] != axes[1]), "None or the names of two mesh axes"
+        )
 
     def _require(self, name: str, condition: object, wanted: str) -> None:
         require(condition, name, getattr(self, name), wanted)

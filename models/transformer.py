@@ -134,7 +134,7 @@ class Transformer(nnx.Module):
         """How many weights there are; tied embeddings count once."""
         return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
 
-    def _embed(self, tokens: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    def _embed(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         tokens = checked_tokens(tokens, lengths, self.config)
         # Rows of the table have length about 1, which suits the logits; the residual stream wants entries of size 1.
         return self.embedding(tokens) * math.sqrt(self.config.hidden_dim)

@@ -248,7 +248,7 @@ REFUSED = {  # what each field wants, and what is not that
     "compute_dtype": ("one of ('bfloat16', 'float32')", ("float16", None, jnp.float32, 32)),
     "attention": ("one of (None, 'sm90', 'sm80', 'xla', 'reference', 'cudnn')", ("foo", "", 1)),
     "decode": ("one of (None, 'sm90', 'xla')", ("foo", "cudnn", 1)),
-    "context_parallel": ("None or the names of two mesh axes", ("ab", ("a",), ("a", "a"), ("a", 1), ["a", "b"])),
+    "context_parallel": ("None or the names of two mesh axes", ("ab", ("a",), ("a", "a"), ("a", ["b"]), ["a", "b"])),
 }
 
 
