@@ -75,9 +75,8 @@ class TransformerConfig:
             self._require(name, isinstance(value, str | None) and value in known, f"one of {known}")
         axes = self.context_parallel
         pair = isinstance(axes, tuple) and len(axes) == 2 and all(isinstance(axis, str) for axis in axes)
-        self._require(
-            "context_parallel", axes is None or (pair and axes[0] != axes[1]), "None or the names of two mesh axes"
-        )
+        named = axes is None or (pair and axes[0] != axes[1])
+        self._require("context_parallel", named, "None or the names of two mesh axes")
 
     def _require(self, name: str, condition: object, wanted: str) -> None:
         require(condition, name, getattr(self, name), wanted)
