@@ -11,7 +11,7 @@ import numpy as np
 from demo import InputError
 from demo.training import Run
 from models.config import CUDNN
-from pallas_flash import explain
+from pallas_flash import dispatch, explain
 from pallas_flash.kernels.support import compute_capability
 
 FLASH = "flash"  # what flash_attention chooses
@@ -19,7 +19,10 @@ REFERENCE = "reference"
 
 
 def config_name(name: str) -> str | None:
-    """What the model's configuration calls the attention of this name."""
+    """What the model's configuration calls this attention. InputError, with the names, for an unknown one."""
+    known = (FLASH, *sorted((CUDNN, *dispatch.names())))
+    if name not in known:
+        raise InputError(f"--implementation {name or repr(name)}: unknown; the names are {', '.join(known)}")
     return None if name == FLASH else name
 
 
@@ -31,10 +34,7 @@ def chosen(run: Run) -> str | None:
 
 
 def check(run: Run, name: str) -> None:
-    """InputError with the names to choose from if this is none of them, or with the reason why it cannot be used."""
-    names = (FLASH, *sorted([CUDNN, *(verdict.name for verdict in _explanation(run, None).verdicts)]))
-    if name not in names:
-        raise InputError(f"--implementation {name or repr(name)}: unknown; the names are {', '.join(names)}")
+    """InputError with the reason if the attention of this name cannot be used."""
     if name == CUDNN:
         reason = cudnn_obstacle(run)
     else:

@@ -99,7 +99,7 @@ class Experiment:
         for batch in comparison.in_batches(fitting):
             ready = dict(compiler.each({cost: probes[cost.seq_len, cost.implementation].compile for cost in batch}))
             for name, seq_len, cost in ((cost.implementation, cost.seq_len, cost) for cost in batch):
-                if self.stop.signal is None:
+                if not self.stop.asked():
                     self._say(f"measuring a training step: {name}, {seq_len} tokens")
                     program = ready.pop(cost)
                     cost = comparison.cost_as_compiled(name, seq_len, program, self.options.budget_bytes)
@@ -127,7 +127,7 @@ class Experiment:
         jobs = {name: self._compilation(compiler, name, *size) for name in pending}
         programs = dict(compiler.each(jobs))
         for name in pending:
-            if self.stop.signal is None:
+            if not self.stop.asked():
                 trainings[name] = self._train_one(name, programs.pop(name))
                 self._save()
 

@@ -15,7 +15,7 @@ from demo import InputError, attentions, report, tasks
 from demo.arguments import CHECKPOINT_EVERY
 from demo.experiment import Experiment
 from demo.options import Options, make_run, with_defaults
-from demo.parallel import Processes
+from demo.parallel import Processes, largest
 from demo.run_folder import OPTIONS, OUTPUT, RunFolder
 from demo.saved import check_checkpoints, resumed_options, saved_results
 from demo.stop import StopRequest
@@ -40,7 +40,9 @@ class Job:
         console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH, quiet=not self.processes.first)
         where = f"{self.options.task} on {jax.devices()[0].device_kind}, results in {self.folder.path}"
         console.print(where, markup=False, highlight=False, soft_wrap=True)
+        stop.share = lambda signal: int(largest(signal))
         Experiment(self.options, self.task, self.folder, self.checkpoint_every, self.results, console, stop).work()
+        stop.asked()  # what came during the search, where none waits for another, is for all too
         if self.processes.first:
             report.write(self.results, self.folder)
             if self.report_to is not None:
@@ -49,12 +51,13 @@ class Job:
         self.processes.meet("the end")
 
     def how_to_go_on(self) -> str:
-        """The command, for those who use make and for those who do not."""
+        """The command of this process, for those who use make and for those who do not."""
         flags = ["--resume", "--output", str(self.folder.path)]
         if self.report_to is not None:
             flags += ["--report-to", str(self.report_to.path)]
         if self.checkpoint_every != CHECKPOINT_EVERY:
             flags += ["--checkpoint-every", str(self.checkpoint_every)]
+        flags += self.processes.flags()
         command = shlex.join(flags)
         return f'make demo ARGS="{command}" (without make: python train_demo.py {command})'
 

@@ -25,6 +25,13 @@ MAX_DEVICES = 4096
 PARAMETER_AXES = (("embed", DATA),)
 
 
+def largest(value: float) -> float:
+    """Of what the processes of this run have: the same in each, so that all decide alike. They must all ask for it."""
+    if jax.process_count() == 1:
+        return value
+    return float(np.max(multihost_utils.process_allgather(np.float32(value))))
+
+
 @dataclasses.dataclass(frozen=True)
 class Processes:
     """This process among those of one run, as `jax.distributed` wants it; all None: it is alone."""
@@ -56,9 +63,18 @@ class Processes:
         with contextlib.suppress(RuntimeError):  # JAX is in use: then its devices must do
             jax.config.update("jax_num_cpu_devices", devices // self.count)
         if self.coordinator is not None:
+            # JAX's own handler of SIGTERM would take the place of ours, which saves.
+            jax.config.update("jax_enable_preemption_service", False)
             jax.distributed.initialize(self.coordinator, self.num_processes, self.process_id)
         if jax.device_count() < devices or (self.count > 1 and jax.device_count() != devices):
             raise InputError(f"--devices {devices}: there are {jax.device_count()}")
+
+    def flags(self) -> list[str]:
+        """The flags that say all of this."""
+        flags = []
+        for name, value in vars(self).items():
+            flags += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+        return flags
 
     def meet(self, where: str) -> None:
         """Wait for the others."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import tensorstore
 from flax import nnx
 
 from demo import InputError
@@ -191,12 +192,20 @@ class Checkpoints:
         """The newest state; `like` gives its structure, shapes and devices. InputError if it cannot be that."""
         step = self.latest_step()
         try:
+            self._look_into(step)
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))
         except (ValueError, TypeError, KeyError, OSError) as error:
             raise InputError(
                 f"--resume: {self._folder / str(step)} is damaged or of a run with another configuration; "
                 "delete that folder to go on from an older checkpoint or from the beginning"
             ) from error
+
+    def _look_into(self, step: int | None) -> None:
+        """ValueError for a database that is damaged. Orbax reads its arrays side by side, and each of them that fails
+        after the first one prints a traceback."""
+        path = str((self._folder / str(step) / "default").absolute()) + "/"
+        database = {"driver": "ocdbt", "base": {"driver": "file", "path": path}}
+        tensorstore.KvStore.open(database).result().list().result()
 
     def close(self) -> None:
         self._manager.close()
@@ -225,7 +234,7 @@ def train(
         state = checkpoints.restore(state)
     stopped, shown, seconds = None, 0.0, []
     for step in range(int(state.step), run.steps):
-        if stop.signal is not None:
+        if stop.asked():
             stopped = "interrupted"
             break
         batch = run.place(run.task.train_batch(run.seed, step, run.batch_size))

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
+
+import numpy as np
+
+from pallas_flash import dispatch
+from pallas_flash.checks import require, static_number
+from pallas_flash.validation import checked_soft_cap
 
 COMPUTE_DTYPES = ("bfloat16", "float32")
 CUDNN = "cudnn"
@@ -22,7 +29,7 @@ class TransformerConfig:
     (`jax.set_mesh`): tokens then come in zigzag order, and attention goes around the second axis.
     `remat` recomputes each block in the backward pass and keeps only the results of its attention.
 
-    Raises ValueError for sizes that do not fit together.
+    Raises ValueError, by the name of the field, for what is no such thing and for sizes that do not fit together.
     """
 
     vocab_size: int
@@ -46,16 +53,33 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "num_layers", "hidden_dim", "num_q_heads", "num_kv_heads", "head_dim", "mlp_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.num_q_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_q_heads=} must be a multiple of {self.num_kv_heads=}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, for the rotary embedding, not {self.head_dim}")
-        if self.windows is not None and (not self.windows or any(w is not None and w < 1 for w in self.windows)):
-            raise ValueError(f"windows must name at least one window, each None or at least 1, not {self.windows}")
-        if self.compute_dtype not in COMPUTE_DTYPES:
-            raise ValueError(f"compute_dtype must be one of {COMPUTE_DTYPES}, not {self.compute_dtype!r}")
+            self._require(name, _is_size(getattr(self, name)), "an integer, at least 1")
+        for name in ("use_sinks", "tie_embeddings", "remat"):
+            self._require(name, isinstance(getattr(self, name), bool), "a bool")
+        for name in ("rope_theta", "norm_eps"):
+            self._require(name, _is_positive(getattr(self, name)), "a number above 0, within the range of float32")
+        divides = self.num_q_heads % self.num_kv_heads == 0
+        self._require("num_q_heads", divides, f"a multiple of num_kv_heads={self.num_kv_heads}")
+        self._require("head_dim", self.head_dim % 2 == 0, "even, for the rotary embedding")
+        windows = self.windows
+        listed = isinstance(windows, tuple) and windows and all(w is None or _is_size(w) for w in windows)
+        wanted = "None or a tuple of at least one, each None or an integer, at least 1"
+        self._require("windows", windows is None or listed, wanted)
+        checked_soft_cap(self.logits_soft_cap)
+        for name, known in (
+            ("compute_dtype", COMPUTE_DTYPES),
+            ("attention", (None, *dispatch.names(), CUDNN)),
+            ("decode", (None, *dispatch.names(dispatch.DECODE_TABLE))),
+        ):
+            value = getattr(self, name)
+            self._require(name, isinstance(value, str | None) and value in known, f"one of {known}")
+        axes = self.context_parallel
+        pair = isinstance(axes, tuple) and len(axes) == 2 and all(isinstance(axis, str) for axis in axes)
+        named = axes is None or (pair and axes[0] != axes[1])
+        self._require("context_parallel", named, "None or the names of two mesh axes")
+
+    def _require(self, name: str, condition: object, wanted: str) -> None:
+        require(condition, name, getattr(self, name), wanted)
 
     def window(self, layer: int) -> int | None:
         """The sliding window of one layer."""
@@ -73,6 +97,15 @@ class TransformerConfig:
         weights = self.num_layers * (projections + mlp) + self.hidden_dim * self.vocab_size
         keys = sum(_mean_visible_keys(seq_len, self.window(layer)) for layer in range(self.num_layers))
         return 3 * (2 * weights + 4 * q_dim * keys)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= 1
+
+
+def _is_positive(value: Any) -> bool:
+    number, float32 = static_number(value), np.finfo(np.float32)
+    return number is not None and float(float32.tiny) <= number <= float(float32.max)
 
 
 def _mean_visible_keys(seq_len: int, window: int | None) -> float:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from models.transformer import Transformer
+from models.transformer import Transformer, require_in_vocabulary
 from pallas_flash import Cache
 from pallas_flash.checks import require, require_key
 from pallas_flash.spec import array_of
@@ -169,9 +169,7 @@ def _check_prompts(prompts: np.ndarray, lengths: np.ndarray, vocab_size: int) ->
         )
     if lengths.size and not (lengths.min() >= 1 and lengths.max() <= prompts.shape[1]):
         raise ValueError(f"prompt_lengths must be in 1 … {prompts.shape[1]}, not {lengths}")
-    real = prompts[np.arange(prompts.shape[1]) < lengths[:, None]]
-    if real.size and not (real.min() >= 0 and real.max() < vocab_size):
-        raise ValueError(f"prompts must be in 0 … {vocab_size - 1}, not {real.min()} … {real.max()}")
+    require_in_vocabulary("prompts", prompts, lengths, vocab_size)
 
 
 def _checked_sampling(temperature: Any, top_k: Any, top_p: Any, vocab_size: int) -> Sampling:

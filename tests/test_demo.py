@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
+import pty
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -330,7 +333,7 @@ def test_after_a_signal_the_whole_command_to_go_on_is_named(
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_before_anything_began_leaves_nothing(
     number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,10 +342,56 @@ def test_a_signal_before_anything_began_leaves_nothing(
         return build_parser(description)
 
     monkeypatch.setattr(arguments, "build_parser", with_signal)
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # the tests may run under nohup
     monkeypatch.chdir(tmp_path)
     assert demo() == code
     assert capsys.readouterr().err == f"train_demo.py: stopped by {signal.Signals(number).name} before it began\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing() -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert not stop.asked()
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+def test_what_is_printed_to_a_closed_terminal_ends_nothing() -> None:
+    program = """if True:
+        import signal, sys, time
+        from demo.stop import StopRequest
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with StopRequest() as stop:
+            print("ready", flush=True)
+            while not stop.asked():
+                time.sleep(0.01)
+            print("saved", flush=True)
+            print("saved", file=sys.stderr, flush=True)
+        sys.exit(7)
+    """
+    mine, its = pty.openpty()
+    login = {"stdin": its, "stdout": its, "stderr": its, "start_new_session": True}
+    to_be_its_own = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731 - its terminal: it is told when that closes
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, preexec_fn=to_be_its_own, **login) as process:
+        os.close(its)
+        assert os.read(mine, 5) == b"ready"
+        os.close(mine)
+        assert process.wait(timeout=60) == 7
+
+
+def test_a_signal_to_one_process_is_one_to_all() -> None:
+    """As long as they ask equally often, whatever comes between the questions."""
+    first, second = StopRequest(), StopRequest()
+    first.share = second.share = lambda _: max(first.signal or 0, second.signal or 0)
+    assert not first.asked() and not second.asked()
+    first.signal = signal.SIGTERM
+    assert first.asked() and second.asked()
+    assert second.signal == signal.SIGTERM
+    first.share = second.share = lambda _: pytest.fail("agreed already")
+    assert first.asked() and second.asked()
 
 
 def test_signals_are_listened_to_before_the_imports_that_take_time() -> None:
@@ -388,6 +437,11 @@ def without_structure(folder: Path) -> None:
         file.unlink()
 
 
+def without_database(folder: Path) -> None:
+    for file in (folder / "checkpoints").rglob("manifest.ocdbt"):
+        file.write_bytes(b"")
+
+
 @pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize(
     ("damage", "message"),
@@ -411,6 +465,7 @@ def without_structure(folder: Path) -> None:
         (edited("results.json", costs=[{"seq_len": 3}]), "results.json is damaged"),
         (of_another_configuration, "is damaged or of a run with another configuration"),
         (without_structure, "is damaged or of a run with another configuration"),
+        (without_database, "is damaged or of a run with another configuration"),
     ],
 )
 def test_a_damaged_run_is_refused_by_name_and_left_as_it_is(
@@ -485,6 +540,23 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "short.txt"], "nothing is left behind"
 
 
+def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to those who ask for help, by a Python without any packages."""
+    advice = 'make demo installs it, or here pip install ".[demo]"\n'
+    command = [sys.executable, "-E", "-S", "train_demo.py", "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (shown.returncode, shown.stderr) == (2, f"train_demo.py: error: needs jax: {advice}")
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "demo.job")
+        patch.setitem(sys.modules, "rich.console", None)
+        assert demo("--help") == 2
+        assert capsys.readouterr().err == f"train_demo.py: error: needs rich: {advice}"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "version_info", (3, 11, 7))
+        assert demo("--help") == 2
+    assert "error: needs Python >= 3.12, not " in capsys.readouterr().err
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert demo("--output", tmp_path, "--overwrite") == 2
@@ -518,6 +590,15 @@ def test_help_documents_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(action.help for action in actions)
     assert all("default" in action.help for action in actions if action.nargs != 0)
     assert all(action.option_strings[0] in text for action in actions)
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("125m", 85), ("1b", 970)])
+def test_help_names_the_size_that_a_preset_has_here(preset: str, millions: int) -> None:
+    for name, given in (("recall", {}), ("text", {"file": __file__})):
+        made = with_defaults({"task": name, "preset": preset, **given})
+        run = make_run(made, tasks.make_task(name, made.seq_len, made.file), "flash")
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(run.initial_state).params))
+        assert parameters == pytest.approx(millions * 1e6, rel=0.005)
 
 
 def test_a_curve_that_is_not_finite_has_no_agreement() -> None:

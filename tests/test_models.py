@@ -16,6 +16,7 @@ from models.config import PRESETS, TransformerConfig
 from models.layers import rotary
 from models.transformer import Transformer
 from pallas_flash import Cache
+from pallas_flash.spec import described
 
 SMALL = TransformerConfig(
     vocab_size=32,
@@ -234,15 +235,39 @@ def test_flops_count_every_product(windows):
     assert config.flops_per_token(seq_len) == pytest.approx(3 * forward / seq_len)
 
 
+SIZE, RANGE, BOOL = "an integer, at least 1", "a number above 0, within the range of float32", "a bool"
+NO_SIZES = (0, -1, 1.5, "a", None, True)
+WINDOWS = "None or a tuple of at least one, each None or an integer, at least 1"
+REFUSED = {  # what each field wants, and what is not that
+    **dict.fromkeys(("vocab_size", "num_layers", "hidden_dim", "num_q_heads", "num_kv_heads"), (SIZE, NO_SIZES)),
+    **dict.fromkeys(("head_dim", "mlp_dim"), (SIZE, NO_SIZES)),
+    **{name: (RANGE, (0, -1, 1e-50, 1e40, float("nan"), "a", None, True)) for name in ("rope_theta", "norm_eps")},
+    **dict.fromkeys(("use_sinks", "tie_embeddings", "remat"), (BOOL, (1, "yes", None))),
+    "windows": (WINDOWS, ((), (4, 0), [4], 4, (2.5,), (True,), "44")),
+    "logits_soft_cap": ("None or a", (0, -1.0, float("inf"), "a", True)),
+    "compute_dtype": ("one of ('bfloat16', 'float32')", ("float16", None, jnp.float32, 32)),
+    "attention": ("one of (None, 'sm90', 'sm80', 'xla', 'reference', 'cudnn')", ("foo", "", 1)),
+    "decode": ("one of (None, 'sm90', 'xla')", ("foo", "cudnn", 1)),
+    "context_parallel": ("None or the names of two mesh axes", ("ab", ("a",), ("a", "a"), ("a", ["b"]), ["a", "b"])),
+}
+
+
+def test_every_field_is_refused_by_name_with_its_value():
+    assert list(REFUSED) and set(REFUSED) == {field.name for field in dataclasses.fields(TransformerConfig)}
+    for name, (wanted, values) in REFUSED.items():
+        for value in values:
+            with pytest.raises(ValueError) as refusal:
+                dataclasses.replace(SMALL, **{name: value})
+            message = str(refusal.value)
+            assert message.startswith(f"{name} must be {wanted}"), message
+            assert message.endswith(f", not {described(value)}"), message
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"num_layers": 0}, "num_layers must be at least 1, not 0"),
-        ({"num_kv_heads": 3}, "must be a multiple of"),
-        ({"head_dim": 7}, "head_dim must be even"),
-        ({"windows": ()}, "windows"),
-        ({"windows": (4, 0)}, "windows"),
-        ({"compute_dtype": "float16"}, "compute_dtype must be one of"),
+        ({"num_q_heads": 3}, "num_q_heads must be a multiple of num_kv_heads=2, not 3"),
+        ({"head_dim": 7}, "head_dim must be even, for the rotary embedding, not 7"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, message):
@@ -250,9 +275,36 @@ def test_sizes_that_do_not_fit_are_refused(changes, message):
         dataclasses.replace(SMALL, **changes)
 
 
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="implementation"):
-        make(attention="no_such")(random_tokens())
+def test_numpys_sizes_are_sizes():
+    dataclasses.replace(SMALL, num_layers=np.int64(2), windows=(np.int32(4), None), norm_eps=np.float32(1e-5))
+
+
+@pytest.mark.parametrize(
+    "tokens, message",
+    [
+        (np.zeros(3, int), r"tokens must be integers \[B, T\], not int64\[3\]"),
+        (np.zeros((2, 3, 1), int), r"tokens must be integers \[B, T\], not int64\[2, 3, 1\]"),
+        (np.zeros((2, 3)), r"tokens must be integers \[B, T\], not float64\[2, 3\]"),
+        (np.zeros((2, 3), bool), r"tokens must be integers \[B, T\], not bool\[2, 3\]"),
+        ("text", r"tokens must be integers \[B, T\], not 'text'"),
+        ([[1], [2, 3]], r"tokens must be integers \[B, T\]"),
+        (jnp.array([[0, 32]]), "tokens must be in 0 … 31, not 0 … 32"),
+        (np.array([[0, -1]]), "tokens must be in 0 … 31, not -1 … 0"),
+        (np.array([[2**32]]), "tokens must be in 0 … 31, not 4294967296 … 4294967296"),
+    ],
+)
+def test_tokens_that_are_none_are_refused(tokens, message):
+    with pytest.raises(ValueError, match=message):
+        make(num_layers=1)(tokens)
+
+
+def test_tokens_that_are_not_real_may_be_anything():
+    model, tokens = make(num_layers=1), random_tokens(length=4).at[0, 3].set(99)
+    for lengths in (jnp.array([3, 4]), np.array([3, 4])):
+        assert np.isfinite(model(tokens, lengths=lengths)[0, :3]).all()
+    with pytest.raises(ValueError, match="tokens must be in 0"):
+        model(tokens, lengths=jnp.array([4, 4]))
+    assert np.isnan(logits_of(model, tokens)[0, 3]).all(), "under jit nobody can look at them"
 
 
 @pytest.mark.parametrize(

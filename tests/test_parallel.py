@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -95,25 +98,42 @@ def test_one_process_of_one_is_alone() -> None:
     assert Processes("here:1", 2, 0).first and not Processes("here:1", 2, 1).first
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    """Each with one device of its own: they find each other, and one of them writes what both have computed."""
+def start_process(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    command = [sys.executable, "train_demo.py", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_two_processes_stop_together_and_go_on(tmp_path: Path) -> None:
+    """Each with one device of its own: they find each other, a signal to one of them stops both at the same step, the
+    lines that they end with make them go on, and one of them writes what both have computed."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     folder = tmp_path / "run"
-    wishes = "--seq-len 16 --batch-size 6 --steps 3 --lengths 16 --no-longest --implementation flash --devices 2"
-    several = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--output", str(folder)]
-    command = [sys.executable, "train_demo.py", *wishes.split(), *several, "--process-id"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*command, str(i)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for i in range(2)
-    ]
+    wishes = "--seq-len 16 --batch-size 6 --lengths 16 --no-longest --implementation flash --devices 2 --steps 60"
+    several = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id"]
+    first = [*wishes.split(), "--output", str(folder), "--checkpoint-every", "10", *several]
+    processes = [start_process(*first, str(i)) for i in range(2)]
+    deadline = time.monotonic() + 300
+    while not list(folder.glob("checkpoints/flash/10/_CHECKPOINT_METADATA")):
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    processes[1].terminate()
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, errors
+    stopped = json.loads((folder / "results.json").read_text())["training"]["flash"]
+    assert stopped["status"] == "interrupted" and 10 <= stopped["steps"] < 60
+
+    commands = [error.splitlines()[-1].partition("python train_demo.py ")[2].removesuffix(")") for error in errors]
+    processes = [start_process(*shlex.split(command)) for command in commands]
     outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    results = json.loads((folder / "results.json").read_text())
-    assert results["training"]["flash"]["status"] == "finished"
-    assert np.isfinite(results["training"]["flash"]["losses"]).all()
+    training = json.loads((folder / "results.json").read_text())["training"]["flash"]
+    assert training["status"] == "finished" and len(training["losses"]) == 60
+    assert np.isfinite(training["losses"]).all()
+    assert training["losses"][: stopped["steps"]] == stopped["losses"]
     assert ["Report:" in output for output, _ in outputs] == [True, False]
