@@ -91,6 +91,11 @@ CASES = {
         operands_of(1, 133, 200, 2, 2, (64, 64), jnp.float16, sinks=jnp.array([0.5, -jnp.inf])),
         LATE,
     ),
+    "cut-off queries, whole keys, no mask": (
+        AttentionSpec(0.125),
+        operands_of(1, 100, 128, 2, 1, (64, 64)),
+        LATE,
+    ),
     "window, dead rows, head dims": (
         AttentionSpec(0.125, (masks.Band(20, -3),), q_offset=-10),
         operands_of(1, 200, 260, 1, 1, (24, 72)),

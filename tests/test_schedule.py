@@ -15,6 +15,7 @@ from pallas_flash.spec import AttentionSpec, Operands
 
 CAUSAL = masks.Band(None, 0)
 CONFIG = ForwardConfig()
+BACKWARD = BackwardConfig(block_q=128, block_kv=128, num_ctas=None)
 
 
 def documents(batch: int, length: int, count: int) -> jax.Array:
@@ -84,6 +85,20 @@ def test_the_same_of_keys(case, num_ctas, batch, length, heads):
     else:
         total = blocks.sum(axis=1)
         assert total.max() <= 1.3 * max(total.mean(), blocks.max())
+
+
+@pytest.mark.parametrize("q_offset", [0, None])
+@pytest.mark.parametrize("q_len", [1, 64, 100, 128, 200, 256])
+def test_without_a_mask_only_cut_off_keys_are_masked(q_len, q_offset):
+    """A kernel without masks and cut-off keys has no loop for masked blocks: it would wait for ever for one."""
+    for kv_len in (128, 256, 300):
+        q, kv = (jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (q_len, kv_len))
+        operands = Operands(q, kv, kv, mask=(), q_offset=None if q_offset is not None else jnp.array([3]))
+        table = np.asarray(backward_schedule.work_items(AttentionSpec(0.1, q_offset=q_offset), operands, BACKWARD))
+        item = backward_schedule.WorkItem(*np.moveaxis(table[:, 0], -1, 0)[: backward_schedule.ITEMS])
+        cut_off = (item.ki + 1) * BACKWARD.block_kv > kv_len
+        np.testing.assert_array_equal(item.full_end - item.full_start, np.where(cut_off, 0, item.q_end - item.q_start))
+        assert (item.q_end == -(-q_len // BACKWARD.block_q)).all()
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ def work_items(spec: AttentionSpec, operands: Operands, config: Tiles) -> Any:
         order = _assigned(spec, shapes, config, itemsize)
     batch, kv_head, ki, counts = order
     start, end, full_start, full_end = (x[batch if x.shape[0] > 1 else 0, ki] for x in ranges)
+    if not spec.mask:  # queries behind the last one need none: their lse is infinite. Kernels rely on there being none
+        full_start, full_end = start, end
     # Keys behind the last one must be masked: exp2(0 - lse) of theirs may be infinite.
     cut_off = (ki + 1) * config.block_kv > shapes.kv_len
     full_start, full_end = (xp.where(cut_off, end, x) for x in (full_start, full_end))
