@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 NDArray = np.ndarray[Any, Any]
@@ -221,6 +222,12 @@ def gradients(
     return {name: gradient.astype(dtypes[name]) for name, gradient in grads.items()}
 
 
+def rounding_units(dtype: Any) -> tuple[float, float]:
+    """Of arithmetic in float32 (float64 for float64), and of results that are stored in this dtype."""
+    computed = np.float64 if dtype == np.float64 else np.float32
+    return float(np.finfo(computed).eps), float(ml_dtypes.finfo(dtype).eps)
+
+
 def rounding_magnitudes(
     q: Any, k: Any, v: Any, *, dout: Any = None, dlse: Any = None, **options: Any
 ) -> dict[str, NDArray]:
@@ -231,6 +238,9 @@ def rounding_magnitudes(
     dout, dlse = (np.where(np.isfinite(x), x, 0) ** 2 for x in _cotangents(f, dout, dlse))
     finite = {name: np.where(np.isfinite(x), x, 0) for name, x in (("q", f.q), ("k", f.k), ("v", f.v))}
     f = f._replace(**finite, raw=finite["q"] ** 2 @ finite["k"].swapaxes(-1, -2) ** 2)
+    if a.soft_cap is not None:  # 1 - tanh^2 has an error of a rounded 1, however small it is
+        computed, stored = rounding_units(np.asarray(q).dtype)
+        f = f._replace(slope=np.where(f.live, f.slope + 2 * computed / (4 * computed + stored / 4), 0))
     squared = ("q", "k", "v", "scale", "slope", "p", "drop", "p_sink")
     f = f._replace(**{name: x**2 for name in squared if (x := getattr(f, name)) is not None})
     dp = np.where(f.live, dout @ f.v.swapaxes(-1, -2) * f.drop, 0)

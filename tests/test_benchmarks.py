@@ -299,8 +299,8 @@ def test_where_nothing_can_be_written(saved, capsys):
         assert capsys.readouterr().err.endswith("error: --output /dev/null/x: Not a directory\n")
 
 
-def test_what_a_machine_lacks_is_said(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(runner, "run", lambda settings, progress: tmp_path)
+def test_what_a_machine_lacks_is_said(saved, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "run", lambda settings, progress: saved)
     for quick, said in (([], "no GPU here: wall time on a CPU"), (["--quick"], "")):
         assert command_line.main(["run", *quick]) == 0
         error = capsys.readouterr().err

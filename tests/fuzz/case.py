@@ -22,8 +22,8 @@ HEADS = ((1, 1), (2, 1), (6, 3), (4, 4), (12, 2))  # query heads, key heads
 DIMS = ((8, 8), (7, 4), (16, 24), (1, 1), (40, 16))
 DTYPES = ("float32", "bfloat16", "float16")
 # Of the compiled kernels, whose tiles are larger; of their interpreter, where each tile of each head takes a second.
-KERNEL_LENGTHS = ((1, 1), (1, 130), (5, 7), (64, 64), (100, 133), (130, 70), (144, 200))
-INTERPRETED_LENGTHS, INTERPRETED_HEADS = ((1, 1), (5, 7), (1, 130), (65, 64), (70, 133)), ((1, 1), (2, 1))
+KERNEL_LENGTHS = ((1, 1), (1, 130), (5, 7), (64, 64), (100, 133), (130, 70), (144, 200), (100, 128), (70, 256))
+INTERPRETED_LENGTHS, INTERPRETED_HEADS = ((1, 1), (5, 7), (1, 130), (65, 64), (70, 133), (70, 128)), ((1, 1), (2, 1))
 
 # How often each is drawn: those that compile a program of their own cost most.
 TRANSFORMATIONS = {
