@@ -15,7 +15,7 @@ from pallas_flash.checks import Sizes, checked_array, per_batch, require
 from pallas_flash.decode_validation import QUANTISED, page_table_of, quantisation_scale
 from pallas_flash.rotary import Rotary, apply_rotary, rotated_features
 from pallas_flash.spec import Array, described
-from pallas_flash.splits import GATHERED
+from pallas_flash.splits import GATHERED, there
 from pallas_flash.validation import DTYPES
 
 
@@ -193,7 +193,6 @@ class _Append:
         return _write(cache, new, _places(cache, new), self.rotary)
 
     def axes(self, cache: Cache, new: _New) -> tuple[tuple[Cache, _New], Cache]:
-        there = lambda axes, x: None if x is None else axes  # noqa: E731
         rows, batch = ("ps", GATHERED) if self.paged else ("bs", "d")
         of_cache: Any = Cache(*map(there, (f"{rows}nh", f"{rows}nh", f"{rows}n", f"{rows}n"), cache))
         tokens = (f"{batch}_mh", f"{batch}_mh", batch, batch, f"{batch}_")

@@ -54,7 +54,8 @@ class Elementwise:
         program: Any = functools.partial(core.eval_jaxpr, self.jaxpr, captures)
         as_traced = set(varying_axes(args)) <= set(self._axes) and jax.sharding.get_abstract_mesh() == self._mesh
         pairs = zip(captures, self.jaxpr.constvars, strict=True)
-        if not as_traced or any(varying_axes(x) != _axes_of(var.aval) for x, var in pairs):
+        types = ((jax.typeof(x).manual_axis_type, var.aval.manual_axis_type) for x, var in pairs)
+        if not as_traced or any(now.varying != traced.varying for now, traced in types):
             program = lambda *scalars: _evaluate(self.jaxpr, captures, scalars)  # noqa: E731
         function = lambda *scalars: program(*scalars)[0]  # noqa: E731
         if not shape:  # inside another such function, whose program has operations on scalars alone
@@ -65,10 +66,6 @@ class Elementwise:
                 function = jax.vmap(function, in_axes)
         result = function(*(arg.reshape([n for n in arg.shape if n != 1]) for arg in args))
         return result.reshape(shape)
-
-
-def _axes_of(aval: Any) -> tuple[str, ...]:
-    return tuple(sorted(aval.manual_axis_type.varying))
 
 
 def _evaluate(jaxpr: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ from pallas_flash.spec import (
     Shapes,
     accumulator_dtype,
 )
-from pallas_flash.splits import GATHERED, HEADS, KV_HEADS, UNSPLIT, Split
+from pallas_flash.splits import GATHERED, HEADS, KV_HEADS, UNSPLIT, Split, there
 
 First = tuple[Array, Array]  # the numbers of a device's first batch element and head
 
@@ -108,7 +108,6 @@ def axes_of_operands(spec: AttentionSpec, operands: Operands) -> Operands:
             return "d_", "d_"
         return tuple(GATHERED * x.ndim if isinstance(part, Predicate) else scores(x) for x in arrays)
 
-    there = lambda axes, x: None if x is None else axes  # noqa: E731
     return Operands(
         q="btnh",
         k=f"bs{kv_heads}h",
@@ -152,7 +151,6 @@ class DecodePass:
 
     def axes(self, operands: DecodeOperands) -> tuple[tuple[DecodeOperands], Partial]:
         rows = f"{'ps' if self.paged else 'bs'}{_kv_heads(operands.shapes)}"
-        there = lambda axes, x: None if x is None else axes  # noqa: E731
         of_operands = DecodeOperands(
             q="btnh",
             k=f"{rows}h",

@@ -137,8 +137,8 @@ def _at_live_pairs(
                 of_first = jnp.sum(jnp.where(first, value, 0), axes, value.dtype, keepdims=True)
                 values[name] = jnp.where(live, value, lax.stop_gradient(of_first))
         live = jnp.any(live, axes, keepdims=True)
-    # With no such pair at all, nothing of what was captured counts.
-    captures = tuple(jnp.where(live.any(), x, jnp.zeros((), x.dtype)) for x in captures)
+    some_pair = live.any()  # without one, nothing of what was captured counts
+    captures = tuple(jnp.where(some_pair, x, jnp.zeros((), x.dtype)) for x in captures)
     return captures, values.pop("score"), index._replace(**values)
 
 

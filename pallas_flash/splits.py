@@ -23,6 +23,11 @@ FOLLOWING = {"d": BATCH, "m": HEADS}
 MeshAxes = tuple[str, ...]
 
 
+def there(axes: str, array: Array | None) -> str | None:
+    """The axes of an array that a call may not have."""
+    return None if array is None else axes
+
+
 class Split(NamedTuple):
     """Which mesh axes each named axis is split over."""
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from pallas_flash.benchmarks import environment, report, results, ring
 
@@ -42,13 +43,15 @@ def with_tables(text: str, folder: Path) -> str:
     """A document's text, its folder's files giving the tables. ValueError for a comment that is not as above."""
     if text.count(MARK) != len(SECTION.findall(text)):
         raise ValueError(f"a comment {MARK} … is not of the form that this script's description has")
-    files = dict.fromkeys(name for section in SECTION.finditer(text) for name in _files(section))
+    names = dict.fromkeys(name for section in SECTION.finditer(text) for name in _files(section))
+    files = {name: results.read(folder / name) for name in names}
 
     def filled(section: re.Match[str]) -> str:
         if section["table"] == COMMANDS:
-            body = "\n\n".join(_command(name, folder / name) for name in files)
+            body = "\n\n".join(_command(name, content) for name, content in files.items())
         else:
-            body = f"{_table(section, folder)}\n\nFrom {', '.join(map(_link, _files(section)))}."
+            own = _files(section)
+            body = f"{_table(section, [files[name] for name in own])}\n\nFrom {', '.join(map(_link, own))}."
         return f"{section['begin']}\n\n{body}\n\n{section['end']}"
 
     return SECTION.sub(filled, text)
@@ -58,8 +61,7 @@ def _files(section: re.Match[str]) -> list[str]:
     return [] if section["table"] == COMMANDS else section["file"].split("+")
 
 
-def _table(section: re.Match[str], folder: Path) -> str:
-    contents = [results.read(folder / name) for name in _files(section)]
+def _table(section: re.Match[str], contents: list[dict[str, Any]]) -> str:
     if section["table"] == ring.KIND:
         (content,) = contents
         return report.markdown(ring.table(content))
@@ -73,12 +75,11 @@ def _link(name: str) -> str:
     return f"[{heading}](#{heading.lower().replace('.', '')})"
 
 
-def _command(name: str, path: Path) -> str:
-    content = results.read(path)
+def _command(name: str, content: dict[str, Any]) -> str:
     where = content["environment"]
     ringed = content["kind"] == ring.KIND
     said = f"{environment.summary(where)}. Command: `{where['command']}`" if ringed else report.setting(content)
-    return f"### [{path.name}]({name})\n\n{said}"
+    return f"### [{Path(name).name}]({name})\n\n{said}"
 
 
 def stale() -> list[Path]:

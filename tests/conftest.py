@@ -172,10 +172,10 @@ def judge(
 
     def compare(name: str, got: Any, want: Any, plain: Any, of: Any) -> None:
         assert got.dtype == of, f"{name} has dtype {got.dtype}"
-        single = np.finfo(np.float32).eps if dtype != np.float64 else np.finfo(np.float64).eps
-        floor = 4 * single * largest
+        (computed, stored), (_, stored_result) = map(oracles.rounding_units, (dtype, of))
+        floor = 4 * computed * largest
         if name not in ("lse", "max_logit"):
-            floor += max(float(jnp.finfo(d).eps) for d in (dtype, of)) / 4
+            floor += max(stored, stored_result) / 4
         oracles.assert_within_budget(got, want, plain, factor=factor, floor=slack * floor * magnitudes[name], name=name)
 
     statistics_dtype = oracles.plain(dtype).compute

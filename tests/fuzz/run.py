@@ -198,8 +198,8 @@ def _judge_sums(case: Case, prepared: Prepared, axes: dict[str, int | None], gra
     for name, got in gradients.items():
         combine = (lambda xs: np.stack(xs)) if axes[name] == 0 else (lambda xs: np.sum(np.stack(xs), 0))
         want, plain = (combine([np.float64(x[name]) for x in xs]) for xs in (exact, rough))
-        own = prepared.calls[0][name].dtype
-        unit = 16 * float(np.finfo(np.float32).eps) + max(float(jnp.finfo(d).eps) for d in (dtype, own))
+        (computed, stored), (_, own) = map(oracles.rounding_units, (dtype, prepared.calls[0][name].dtype))
+        unit = 16 * computed + max(stored, own)
         floor = unit * combine([np.float64(x[name]) for x in sizes])
         oracles.assert_within_budget(got, want, plain, factor=4.0, floor=floor, name=f"summed {name}")
 
