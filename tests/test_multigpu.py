@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import flash_attention
+from pallas_flash import Cache, append_to_cache, flash_attention, flash_decode, paged_flash_decode
 from pallas_flash.distributed import from_zigzag, ring_attention, to_zigzag, ulysses_attention
 from tests.sharding import collectives, mesh_of
 
@@ -83,3 +83,46 @@ def test_sharded_arguments_stay_where_they_are(axes: Any, spec: Any) -> None:
     program = jax.jit(both(attend)).lower(*placed).compile()
     assert collectives(program) == {}
     close(program(*placed), jax.jit(both(attend))(*arrays))
+
+
+def test_vmap_over_a_sharded_axis() -> None:
+    arrays = [x[:, None] for x in tensors()]
+    attend = functools.partial(flash_attention, is_causal=True, implementation="sm90")
+    mesh = mesh_of((2,), ("x",), AxisType.Explicit)
+    placed = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in arrays]
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.vmap(both(attend))).lower(*placed).compile()
+    assert collectives(program) == {}
+    close(program(*placed), jax.jit(jax.vmap(both(attend)))(*arrays))
+
+
+LENGTHS = jnp.array([1000, 300], jnp.int32)
+
+
+def decode(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    """One more token in a cache, and what it attends to; the score depends on the numbers of sequence and head."""
+    cache = append_to_cache(Cache(k, v), k[:, :1], v[:, :1], LENGTHS)
+    score_mod = lambda s, b, h, i, j: s + 0.01 * (b + h + 1) * (j - i)  # noqa: E731
+    return flash_decode(
+        q, cache.key, cache.value, LENGTHS + 1, score_mod=score_mod, return_residual=True, implementation="sm90"
+    )
+
+
+def decode_pages(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    """As many pages of 1,024 tokens as sequences, each in the other's; they have no owner, so heads are sharded."""
+    return paged_flash_decode(q, k, v, jnp.array([[1], [0]]), LENGTHS, return_residual=True, implementation="sm90")
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("function", "spec"),
+    [(decode, P("x")), (decode, P(None, None, "x")), (decode_pages, P(None, None, "x"))],
+    ids=["batch", "heads", "pages, heads"],
+)
+def test_decoding_equals_one_gpu(function: Any, spec: Any, axes: Any) -> None:
+    _, q, k, v = tensors()
+    arrays = q[:, :1], k, v
+    placed = [jax.device_put(x, NamedSharding(mesh_of((2,), ("x",), axes), spec)) for x in arrays]
+    program = jax.jit(function).lower(*placed).compile()
+    assert collectives(program) == {}
+    close(program(*placed), jax.jit(function)(*arrays))
