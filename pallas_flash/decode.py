@@ -173,7 +173,7 @@ def _compute(arguments: DecodeArguments, implementation: str | None) -> Any:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _decode(pass_: DecodePass, operands: DecodeOperands) -> Partial:
-    return partitioning.run_unless_automatic(pass_, operands)
+    return partitioning.run(pass_, operands)
 
 
 @_decode.defjvp

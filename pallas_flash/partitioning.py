@@ -49,13 +49,8 @@ def run(pass_: Pass, *arrays: Any) -> Any:
     return _run(Program(pass_, treedef), explicit, *flat)
 
 
-def run_unless_automatic(pass_: Pass, *arrays: Any) -> Any:
-    """Likewise, but automatic axes are left to what XLA can partition by itself."""
-    return run(pass_, *arrays) if explicit_axes(arrays) else pass_(*arrays)
-
-
 def differentiated_by_jax(pass_: Pass, *arrays: Any) -> Any:
-    """Likewise, for a pass of JAX's own operations, which JAX differentiates and maps."""
+    """Likewise, for a pass of JAX's own operations, which JAX differentiates and maps, and XLA partitions."""
     explicit = explicit_axes(arrays)
     if not explicit:
         return pass_(*arrays)

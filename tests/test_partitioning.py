@@ -1,4 +1,4 @@
-"""flash_attention on arrays that are sharded over batch and heads: right, and local on each device."""
+"""Attention and decoding on arrays that are sharded over batch and heads: right, and local on each device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_flash import flash_attention
+from pallas_flash import flash_attention, flash_decode, paged_flash_decode
 from tests.conftest import inputs
 from tests.sharding import collectives, mesh_of
 
@@ -138,6 +138,37 @@ def test_vmap_over_a_sharded_axis() -> None:
     np.testing.assert_allclose(function(placed), function(x), rtol=1e-5, atol=1e-6)
 
 
+DECODING = {"batch": BATCH_ONLY, "heads": P(None, None, "y"), "batch and heads": SPLIT, "pages": P(None, None, "y")}
+
+
+@pytest.mark.parametrize("name", DECODING)
+@pytest.mark.parametrize("vmapped", [False, True], ids=["", "vmap"])
+def test_decoding(name: str, vmapped: bool) -> None:
+    """The rule of the kernels is that of `xla`: were it left to the partitioner, it would gather what kernels read."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 8, n, heads, 4)), jnp.float32) for n, heads in ((2, 8), (7, 4), (7, 4)))
+    lengths = jnp.array([7, 2, 5, 1, 7, 6, 3, 0])
+    score_mod = lambda s, b, h, i, j: s + 0.1 * (b + h + 1) * (j - i)  # noqa: E731
+    table = {"page_table": jnp.arange(8)[::-1, None]} if name == "pages" else {}
+
+    def decode(q: Any, k: Any, v: Any) -> Any:
+        function = paged_flash_decode if table else flash_decode
+        options: Any = {"score_mod": score_mod, "return_residual": True, "implementation": "xla"}
+        return function(q, k, v, **table, kv_lengths=lengths, **options)
+
+    function = jax.vmap(decode) if vmapped else decode
+    arrays = (q, k, v) if vmapped else (q[0], k[0], v[0])
+    spec = P(None, *DECODING[name]) if vmapped else DECODING[name]
+    placed = [jax.device_put(x, NamedSharding(mesh_of(SIZES, AXES), spec)) for x in arrays]
+    program = jax.jit(function).lower(*placed).compile()
+    assert collectives(program) == {}
+    assert "custom_partitioning" in str(jax.make_jaxpr(function)(*placed))
+    results = program(*placed)
+    for x, y in zip(results, function(*arrays), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    assert results[0].sharding.is_equivalent_to(placed[0].sharding, results[0].ndim)
+
+
 def test_kernels_lower_on_explicit_axes() -> None:
     """Each device runs the kernel on its own part, positions of its own batch elements and heads included."""
     mesh = jax.sharding.AbstractMesh(SIZES, AXES, (AxisType.Explicit,) * 2)
@@ -161,32 +192,51 @@ def equations(jaxpr: Any, name: str) -> Iterator[Any]:
                 yield from equations(inner, name)
 
 
-def test_kernels_lower_in_the_partitioning_rule() -> None:
+TABLE = jnp.arange(4)[::-1, None]
+ON_SM90 = {
+    "attention": lambda q, k: flash_attention(q, k, k, is_causal=True, implementation="sm90"),
+    "decode": lambda q, k: flash_decode(q[:, :1], k, k, jnp.arange(4), implementation="sm90"),
+    "decode pages": lambda q, k: paged_flash_decode(q[:, :1], k, k, TABLE, jnp.arange(4), implementation="sm90"),
+}
+
+
+@pytest.mark.parametrize("name", ON_SM90)
+def test_kernels_lower_in_the_partitioning_rule(name: str) -> None:
     """What the partitioner would compile for each GPU, of a forward and a backward pass."""
+    loss = lambda q, k: ON_SM90[name](q, k).astype(jnp.float32).sum()  # noqa: E731
+    function = jax.grad(loss, (0, 1)) if name == "attention" else loss
+    whole = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((4, 128, 8, 64), jnp.bfloat16)] * 2)
+    passes = list(equations(whole.jaxpr, "custom_partitioning"))
+    assert len(passes) == (2 if name == "attention" else 1)
+    heads_alone = P(None, None, "y")
+    for equation in passes:
+        specs = [SPLIT if len(variable.aval.shape) == 4 else P() for variable in equation.invars]
+        if name == "decode pages":
+            specs[1:3] = heads_alone, heads_alone
+        text = program_of_a_part(equation, specs)
+        assert "mosaic_gpu" in text
+        assert f"tensor<2x{128 if name == 'attention' else 1}x2x64xbf16>" in text
+        assert f"tensor<{4 if name == 'decode pages' else 2}x128x2x64xbf16>" in text
+
+
+def program_of_a_part(equation: Any, specs: list[P]) -> str:
     from jax._src import core, sharding_impls
     from jax._src.interpreters import mlir
 
-    mesh, names = mesh_of(SIZES, AXES), ("x", None, "y")
-    loss = lambda x: flash_attention(x, x, x, is_causal=True, implementation="sm90").astype(jnp.float32).sum()  # noqa: E731
-    whole = jax.make_jaxpr(jax.grad(loss))(jax.ShapeDtypeStruct((4, 128, 8, 64), jnp.bfloat16))
-    passes = list(equations(whole.jaxpr, "custom_partitioning"))
-    assert len(passes) == 2
-    for equation in passes:
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*names if len(x.shape) == 4 else ())))
-            for x in (variable.aval for variable in equation.invars)
-        ]
-        in_tree = equation.params["in_tree"]
-        _, function, _, shardings = equation.params["partition"](mesh, in_tree.unflatten(shapes), None)
-        local = [
-            jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
-            for x, sharding in zip(shapes, in_tree.flatten_up_to(shardings), strict=True)
-        ]
-        axes = list(mesh.shape.items())
-        jaxpr = jax.make_jaxpr(function, axis_env=axes)(*in_tree.unflatten(local))
-        context = sharding_impls.SPMDAxisContext(mesh, frozenset(AXES))
-        with core.extend_axis_env_nd(axes):
-            options: Any = {"platforms": ("cuda",), "backend": None, "axis_context": context}
-            text = str(mlir.build_mlir_module_helper(jaxpr, name="shard", **options))
-        assert "mosaic_gpu" in text
-        assert "tensor<2x128x2x64xbf16>" in text
+    mesh = mesh_of(SIZES, AXES)
+    shapes = [
+        jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype, sharding=NamedSharding(mesh, spec))
+        for variable, spec in zip(equation.invars, specs, strict=True)
+    ]
+    in_tree = equation.params["in_tree"]
+    _, function, _, shardings = equation.params["partition"](mesh, in_tree.unflatten(shapes), None)
+    local = [
+        jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
+        for x, sharding in zip(shapes, in_tree.flatten_up_to(shardings), strict=True)
+    ]
+    axes = list(mesh.shape.items())
+    jaxpr = jax.make_jaxpr(function, axis_env=axes)(*in_tree.unflatten(local))
+    context = sharding_impls.SPMDAxisContext(mesh, frozenset(AXES))
+    with core.extend_axis_env_nd(axes):
+        options: Any = {"platforms": ("cuda",), "backend": None, "axis_context": context}
+        return str(mlir.build_mlir_module_helper(jaxpr, name="shard", **options))
