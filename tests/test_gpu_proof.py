@@ -17,7 +17,7 @@ from pallas_flash import flash_attention
 from tests.cases.common import case
 from tests.test_gpu import inputs, program
 
-pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kernel", ["sm90"])]
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kernel", ["sm90", "sm80"])]
 
 POISON_GIB = 4  # more than the calls below use
 CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {

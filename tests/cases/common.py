@@ -15,7 +15,7 @@ case = pytest.mark.case
 also_interpreted = pytest.mark.also_interpreted
 not_reference = pytest.mark.not_reference  # sizes of their own cost a second to compile, and are tiles' affair
 
-KERNELS = ("sm90",)  # in bfloat16, on a GPU
+KERNELS = ("sm90", "sm80")  # in bfloat16, on a GPU
 # Of the budget, as in tests/test_gpu.py: the kernels' delta comes from the rounded output; and of what rounding alone
 # fills: their exponentials are the hardware's.
 KERNEL_FACTOR, KERNEL_SLACK = 3.0, 8.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import pytest
 
 from tests import interpreted
@@ -16,6 +17,8 @@ def known_by_name(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("interpreted") is None:
         yield
         return
+    if jax.default_backend() != "cpu":
+        pytest.skip("the interpreter is for a CPU")
     with interpreted.by_name():
         yield
 
