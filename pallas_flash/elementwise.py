@@ -162,7 +162,9 @@ def trace(
     returned: list[Any] = [var.aval for var in closed.jaxpr.outvars]
     if len(returned) != 1 or returned[0].shape != () or returned[0].dtype != result:
         raise ValueError(f"{wanted}, not {', '.join(map(str, returned)) or None}")
-    return Elementwise(function, closed.jaxpr, axes), tuple(jnp.asarray(const) for const in closed.consts)
+    # Programs are cached by it, which would keep the captured arrays alive.
+    without_captures = closed.with_consts([None] * len(closed.consts))
+    return Elementwise(function, without_captures, axes), tuple(jnp.asarray(const) for const in closed.consts)
 
 
 def _checked_result(wanted: str, function: Callable[..., Any], *args: Array) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import flash_attention, masks
+from pallas_flash import flash_attention, flash_decode, masks
 from tests.conftest import inputs
 
 ROOT = Path(__file__).parent.parent
@@ -100,6 +102,36 @@ def doubled(x: Any) -> Any:
 
 
 doubled.defvjp(lambda x: (doubled(x), None), lambda _, cotangent: (cotangent * 5.0,))
+
+def attend_with(table: jax.Array) -> None:
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in inputs(0).values())
+    mask = masks.predicate(lambda b, h, i, j: table[h] + j > i)
+    options: Any = {"mask": mask, "score_mod": lambda s, b, h, i, j: s * table[h], "implementation": "xla"}
+    jax.grad(lambda q: flash_attention(q, k, v, **options).sum())(q)
+
+
+def decode_with(table: jax.Array) -> None:
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in inputs(0).values())
+    flash_decode(q, k, v, jnp.int32(6), score_mod=lambda s, b, h, i, j: s * table[h])
+
+
+@pytest.mark.parametrize("call", [attend_with, decode_with])
+def test_captured_arrays_are_let_go(call: Callable[[Any], None]) -> None:
+    """Programs are kept for the next call, the arrays of this one are not."""
+    table = jnp.arange(1.0, 7.0)
+    captured = weakref.ref(table)
+    call(table)
+    del table
+    gc.collect()
+    assert captured() is None
+
+
+@pytest.mark.parametrize("call", [attend_with, decode_with])
+def test_no_tracer_leaks(call: Callable[[Any], None]) -> None:
+    jax.clear_caches()
+    with jax.checking_leaks():
+        jax.jit(call)(jnp.arange(1.0, 7.0))
+
 
 WITH_DERIVATIVES: dict[str, Callable[[Any], Any]] = {
     "relu": jax.nn.relu, "log_sigmoid": jax.nn.log_sigmoid, "custom_jvp": steep, "custom_vjp": doubled,
