@@ -9,6 +9,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+import jax
+
 from pallas_flash import checks, reference, xla, xla_decode
 from pallas_flash.autodiff import Choice
 from pallas_flash.decode_spec import DecodeImplementation
@@ -185,7 +187,7 @@ def refusals_by_name(choice: Choice[Any]) -> Iterator[None]:
     """Raise NotImplementedError, with the name of the implementation, where JAX refuses what it cannot do."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:  # the last from XLA's partitioner
         for said, meaning in _REFUSALS.items():
             if said in str(error):
                 raise NotImplementedError(f"implementation={choice.default.NAME!r} {meaning}") from error

@@ -36,6 +36,7 @@ from pallas_flash.splits import (
     Split,
     refuse_others,
     sizes_of,
+    spec_of,
     split_of,
 )
 
@@ -63,8 +64,7 @@ def alike[T](pass_: Pass, arrays: T) -> T:
     if not explicit_axes(arrays):
         return arrays
     flat, treedef = jax.tree.flatten(arrays)
-    *flat, _, _ = _placed(Program(pass_, jax.tree.structure((arrays,))), flat)[0]
-    return jax.tree.unflatten(treedef, flat)
+    return jax.tree.unflatten(treedef, _alike(Program(pass_, jax.tree.structure((arrays,))), *flat))
 
 
 def explicit_axes(arrays: Any) -> MeshAxes:
@@ -189,7 +189,7 @@ def _automatic(program: Program, arrays: Any) -> Any:
     axes = [*axes, BATCH, HEADS]
 
     def split(mesh: Any, shapes: Any) -> Split:
-        return split_of(mesh, axes, shapes, [getattr(x, "sharding", None) for x in shapes])
+        return split_of(mesh, axes, shapes, [spec_of(x.sharding, mesh, len(x.shape)) for x in shapes])
 
     def results(split: Split) -> Any:
         return jax.tree.map(lambda axes: NamedSharding(split.mesh, split.spec(axes)), of_results)
@@ -206,6 +206,7 @@ def _automatic(program: Program, arrays: Any) -> Any:
     whole.def_partition(
         partition,
         infer_sharding_from_operands=lambda mesh, shapes, _: results(split(mesh, shapes)),
+        decode_shardings=False,  # JAX fails on those that are no PartitionSpec
         sharding_rule=_shardy_rule(axes, jax.tree.leaves(of_results)),
     )
     return whole(*arrays)
@@ -234,33 +235,37 @@ def _shardy_rule(axes: list[str], of_results: list[str]) -> SdyShardingRule:
     return SdyShardingRule(operands, results, need_replication_factors=tuple(whole))
 
 
+@partial(jax.jit, static_argnums=0)
+def _alike(program: Program, *arrays: Array) -> list[Array]:
+    return _placed(program.axes(arrays)[0], list(arrays), program.names)[0]
+
+
 @partial(jax.jit, static_argnums=(0, 1))
 def _explicit(program: Program, explicit: MeshAxes, *arrays: Array) -> Any:
     """A shard_map over the explicit axes of the mesh."""
-    operands, specs, split = _placed(program, arrays)
-    _, of_results = program.axes(arrays)
+    axes, of_results = program.axes(arrays)
+    names = [*program.names, "batch numbers", "head numbers"]
+    arrays, axes = (*arrays, *_numbers(axes, arrays)), [*axes, BATCH, HEADS]
+    operands, split = _placed(axes, list(arrays), names)
     # The trace of one instance of a vmap has the whole mesh, yet not the axis that the instances are split over. By
     # default shard_map takes all that it has.
     all_explicit = len(explicit) == len(split.mesh.axis_names)
     return jax.shard_map(
-        program.on_shards(split, arrays),
+        program.on_shards(split, arrays[:-2]),
         mesh=split.mesh,
-        in_specs=specs,
+        in_specs=tuple(split.spec(names) for names in axes),
         out_specs=jax.tree.map(split.spec, of_results),
         axis_names=set() if all_explicit else set(explicit),
         check_vma=False,  # sums over the axes that an array is not split over are written out in on_shards
     )(*operands)
 
 
-def _placed(program: Program, arrays: Any) -> tuple[list[Array], tuple[Any, ...], Split]:
-    """The arrays and the numbers of batch elements and heads, sharded alike, and how."""
-    axes, _ = program.axes(arrays)
+def _placed(axes: list[str], arrays: list[Array], names: list[str]) -> tuple[list[Array], Split]:
+    """The arrays, sharded alike, and how."""
     shardings = [jax.typeof(x).sharding for x in arrays]
     mesh = next(s.mesh for s in shardings if AxisType.Explicit in s.mesh.axis_types)
-    split = split_of(mesh, axes, arrays, shardings)
-    for name, names, array in zip(program.names, axes, arrays, strict=True):
-        refuse_others(split, name, names, array)
-    axes, arrays = [*axes, BATCH, HEADS], [*arrays, *_numbers(axes, arrays)]
-    specs = tuple(split.spec(names) for names in axes)
-    placed = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
-    return placed, specs, split
+    split = split_of(mesh, axes, arrays, [s.spec for s in shardings])
+    for name, of_array, array in zip(names, axes, arrays, strict=True):
+        refuse_others(split, name, of_array, array)
+    places = [NamedSharding(mesh, split.spec(of_array)) for of_array in axes]
+    return list(map(jax.sharding.reshard, arrays, places)), split

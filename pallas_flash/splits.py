@@ -8,10 +8,11 @@ tokens), which go where the others are. A, B, ...: axes that `vmap` maps. All ot
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from pallas_flash.spec import Array
@@ -63,13 +64,14 @@ def sizes_of(axes: list[str], arrays: Any) -> dict[str, int]:
     return {axis: n for names, x in zip(axes, arrays, strict=True) for axis, n in zip(names, x.shape, strict=True)}
 
 
-def split_of(mesh: Any, axes: list[str], arrays: Any, shardings: list[Any]) -> Split:
-    """What the shardings of the arrays say: the first array that splits an axis decides. An axis stays whole where it
-    cannot be divided evenly, and where its mesh axes split another one."""
+def split_of(mesh: Any, axes: list[str], arrays: Any, specs: list[Any]) -> Split:
+    """What the specs of the arrays say: of those that split an axis the largest array decides, as a cache beside a few
+    new tokens. An axis stays whole where it cannot be divided evenly, and where its mesh axes split another one."""
     sizes = sizes_of(axes, arrays)
     found: dict[str, MeshAxes] = {}
     split = Split(found, sizes, mesh)
-    for axis, names in _splits(axes, shardings):
+    large_first = sorted(zip(axes, specs, arrays, strict=True), key=lambda x: -math.prod(x[2].shape))
+    for axis, names in _splits((axes, spec) for axes, spec, _ in large_first):
         target = HEADS if axis == KV_HEADS else axis
         if target in found or not names or any(name in used for used in found.values() for name in names):
             continue
@@ -80,6 +82,29 @@ def split_of(mesh: Any, axes: list[str], arrays: Any, shardings: list[Any]) -> S
                 found[KV_HEADS] = names
     found.update({axis: found[other] for axis, other in FOLLOWING.items() if other in found})
     return split
+
+
+def spec_of(sharding: Any, mesh: Any, rank: int) -> PartitionSpec:
+    """A sharding as the partitioner has it. An axis that is split over a part of a mesh axis, as by a reshape of one
+    that was split over all of it, has no such spec and counts as whole."""
+    try:
+        indices = sharding.devices_indices_map((mesh.size,) * rank)  # a size that any number of ways divides
+    except (AttributeError, NotImplementedError):  # not known
+        return PartitionSpec()
+    starts = np.array([[index.start or 0 for index in indices[device]] for device in mesh.devices.flat])
+    starts = starts.reshape(*mesh.devices.shape, rank)
+    return PartitionSpec(*(_mesh_axes(mesh, starts[..., axis]) or None for axis in range(rank)))
+
+
+def _mesh_axes(mesh: Any, starts: np.ndarray) -> MeshAxes:
+    """Over which mesh axes an axis is split, the major one first, if its parts start there on each device."""
+    steps = [starts.take(min(1, n - 1), axis).flat[0] for axis, n in enumerate(starts.shape)]
+    over = sorted((axis for axis, step in enumerate(steps) if step), key=lambda axis: -steps[axis])
+    number = np.zeros_like(starts)
+    for axis in over:
+        number = number * starts.shape[axis] + np.indices(starts.shape)[axis]
+    ways = math.prod(starts.shape[axis] for axis in over)
+    return tuple(mesh.axis_names[axis] for axis in over) if (starts == number * (mesh.size // ways)).all() else ()
 
 
 def refuse_others(split: Split, name: str, axes: str, array: Array) -> None:
@@ -104,9 +129,9 @@ _AXIS_NAMES = {
 }
 
 
-def _splits(axes: list[str], shardings: list[Any]) -> Iterator[tuple[str, MeshAxes]]:
-    for names, sharding in zip(axes, shardings, strict=True):
-        for axis, entry in zip(names, getattr(sharding, "spec", ()), strict=False):
+def _splits(arrays: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, MeshAxes]]:
+    for names, spec in arrays:
+        for axis, entry in zip(names, spec, strict=False):
             if isinstance(entry, str | tuple) and (axis in (BATCH, HEADS, KV_HEADS) or axis.isupper()):
                 yield axis, entry if isinstance(entry, tuple) else (entry,)
 

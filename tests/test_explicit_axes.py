@@ -104,6 +104,20 @@ def test_gradients_without_jit() -> None:
 
 
 @pytest.mark.parametrize("by", ["xla", "reference"])
+def test_calls_without_jit_or_mesh_context(by: str) -> None:
+    """The small arrays of a call need not be on the mesh."""
+    q, k, v, on_mesh = reshard((Q, K, V, SINKS), (BATCH, BATCH, WHOLE, P("y")))
+    for sinks in (SINKS, on_mesh):
+        out = flash_attention(q, k, v, sinks=sinks, key_value_seq_lengths=LENGTHS, implementation=by)
+        want = flash_attention(Q, K, V, sinks=SINKS, key_value_seq_lengths=LENGTHS, implementation=by)
+        np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5)
+    for lengths in (3, np.arange(8), LENGTHS):
+        out = flash_decode(q[:, :3], k, v, lengths)
+        np.testing.assert_allclose(out, flash_decode(NEW, K, V, lengths), rtol=2e-5, atol=2e-5)
+        assert out.sharding.spec == P("x", None, None, None)
+
+
+@pytest.mark.parametrize("by", ["xla", "reference"])
 def test_vmap_over_a_sharded_axis(by: str) -> None:
     check(lambda *x: jax.vmap(lambda *x: gradients(by, *x))(*x), (Q, K, V), (BATCH,) * 3, wanted(3))
     with jax.set_mesh(mesh_of((2, 2), ("x", "y"), AxisType.Explicit)):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_flash import flash_attention, flash_decode, paged_flash_decode
+from pallas_flash.splits import spec_of
 from tests.conftest import inputs
 from tests.sharding import collectives, mesh_of
 
@@ -167,6 +172,66 @@ def test_decoding(name: str, vmapped: bool) -> None:
     for x, y in zip(results, function(*arrays), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
     assert results[0].sharding.is_equivalent_to(placed[0].sharding, results[0].ndim)
+
+
+@pytest.mark.parametrize("partitioner", ["Shardy", "GSPMD"])
+@pytest.mark.parametrize("name", ["attention", "decode"])
+def test_projections_over_more_devices_than_key_heads(name: str, partitioner: str, request: Any) -> None:
+    """The columns of a projection reach the call as heads split over a part of a mesh axis, head dims over the rest."""
+    if partitioner == "GSPMD":
+        request.getfixturevalue("gspmd")
+    rng = np.random.default_rng(0)
+    x, wq, wk = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 3, 16), (16, 8 * 4), (16, 4 * 4)))
+
+    def attend(x: Any, wq: Any, wk: Any) -> Any:
+        q, k = (x @ wq).reshape(2, 3, 8, 4), (x @ wk).reshape(2, 3, 4, 4)
+        return flash_attention(q, k, k) if name == "attention" else flash_decode(q, k, k, jnp.array([3, 2]))
+
+    mesh = mesh_of((8,), ("x",))
+    columns = P(None, "x")
+    placed = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in ((x, P()), (wq, columns), (wk, columns))]
+    got = jax.jit(attend)(*placed)
+    np.testing.assert_allclose(got, attend(x, wq, wk), rtol=1e-4, atol=1e-5)
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, P(None, None, "x")), 4)
+
+
+@pytest.mark.parametrize("query", [P("x"), P(None, None, ("x", "y")), P("y", None, "x")])
+@pytest.mark.parametrize("cache", [P("y"), P(None, None, "x"), P("x")])
+def test_the_larger_array_stays(query: P, cache: P) -> None:
+    """New tokens go where their cache is, and the cache nowhere."""
+    mesh = mesh_of(SIZES, AXES)
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.normal(size=(8, n, heads, 4)), jnp.float32) for n, heads in ((1, 8), (64, 2)))
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((q, query), (k, cache))]
+    program = jax.jit(lambda q, k: flash_decode(q, k, k, jnp.int32(50))).lower(*placed).compile()
+    np.testing.assert_allclose(program(*placed), flash_decode(q, k, k, jnp.int32(50)), rtol=1e-5, atol=1e-6)
+    moved = re.findall(r"= \w+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)\(", program.as_text())
+    sizes = [math.prod(map(int, shape.split(","))) for shape in moved]
+    assert all(size <= q.size for size in sizes), moved
+
+
+@pytest.mark.parametrize("function", [flash_attention, functools.partial(flash_decode, kv_lengths=jnp.int32(5))])
+def test_kernels_refuse_devices_that_are_no_gpus(function: Any) -> None:
+    x = jnp.ones((8, 1, 8, 64), jnp.bfloat16)
+    placed = jax.device_put(x, NamedSharding(mesh_of((8,), ("x",)), P("x")))
+    with pytest.raises(NotImplementedError, match="'sm90' runs on NVIDIA GPUs only"):
+        function(placed, placed, placed, implementation="sm90")
+
+
+def test_shardings_are_read_from_what_devices_hold() -> None:
+    mesh = mesh_of((2, 1, 4), ("x", "y", "z"))
+    entries = [None, "x", "z", ("x", "z"), ("z", "x")]
+    for first, second in itertools.product(entries, repeat=2):
+        if set(first or ()) & set(second or ()):
+            continue
+        spec = P(first, None, second)
+        got = spec_of(NamedSharding(mesh, spec), mesh, 3)
+        assert NamedSharding(mesh, got).is_equivalent_to(NamedSharding(mesh, spec), 3), (got, spec)
+    assert spec_of(None, mesh, 2) == P()
+    # Over a part of "z": heads in halves, head dims in halves of those.
+    devices = mesh.devices.reshape(2, 2, 2)
+    halves = jax.sharding.Mesh(devices, ("x", "z1", "z2"))
+    assert spec_of(NamedSharding(halves, P("z1", "z2", "x")), mesh, 3) == P(None, None, ("x",))
 
 
 def test_kernels_lower_on_explicit_axes() -> None:
