@@ -20,13 +20,13 @@ test-oldest:  ## Run the tests with the oldest supported jax, in an environment 
 	@scripts/bootstrap.sh .venv-oldest test 0.11.2
 	JAX_PLATFORMS=cpu .venv-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-gpu:  ## Run the tests of the compiled kernels on an NVIDIA GPU
+test-gpu:  ## Run the tests of the compiled kernels on an NVIDIA GPU (ARGS="-n 16": in so many processes)
 	@scripts/bootstrap.sh .venv test
-	$(PYTHON) -m pytest -m "gpu and not multigpu" $(ARGS)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m "gpu and not multigpu" $(ARGS)
 
-test-multigpu:  ## Run the tests that need two NVIDIA GPUs
+test-multigpu:  ## Run the tests that need two NVIDIA GPUs (ARGS likewise)
 	@scripts/bootstrap.sh .venv test
-	$(PYTHON) -m pytest -m multigpu $(ARGS)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m multigpu $(ARGS)
 
 demo-report:  ## The report under docs/demo, on a large NVIDIA GPU (ARGS="--output DIR": where the checkpoints go)
 	@scripts/bootstrap.sh .venv demo
