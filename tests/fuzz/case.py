@@ -28,6 +28,7 @@ INTERPRETED_LENGTHS, INTERPRETED_HEADS = ((1, 1), (5, 7), (1, 130), (65, 64), (7
 # How often each is drawn: those that compile a program of their own cost most.
 TRANSFORMATIONS = {
     "none": 8, "vmap": 3, "grad of vmap": 3, "batch dimensions": 2, "jit": 1, "scan": 1, "remat": 1, "shard_map": 1,
+    "sharded": 1,
 }  # fmt: skip
 KERNEL_TRANSFORMATIONS = {"jit": 5, "vmap": 1, "grad of vmap": 1, "scan": 1, "remat": 1, "batch dimensions": 1}
 LOCAL_PLACES = ("rate", "predicate", "score_mod")  # what sees batch and head, which shard_map counts anew in each shard
@@ -121,6 +122,8 @@ def with_transformation(rng: np.random.Generator, case: Case, name: str) -> Case
         case = dataclasses.replace(
             case, batch=2, options={n: v for n, v in case.options.items() if n not in LOCAL_PLACES}
         )
+    if name == "sharded":
+        case = dataclasses.replace(case, batch=4)  # by one or two axes of the mesh
     return dataclasses.replace(case, transformation=name, mapped=mapped)
 
 

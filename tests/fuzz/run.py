@@ -221,6 +221,24 @@ def _shard_map(case: Case, prepared: Prepared) -> None:
     _judge(case, results, call, cotangents)
 
 
+def _sharded(case: Case, prepared: Prepared) -> None:
+    """On a mesh with automatic axes, each array split in any way that its sizes allow."""
+    (call,), (cotangents,) = prepared.calls, prepared.cotangents
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rng = np.random.default_rng(case.seed)
+
+    def place(x: Any) -> jax.Array:
+        over: list[tuple[str, ...]] = [() for _ in x.shape]
+        for axis in rng.permutation(mesh.axis_names).tolist():
+            number = int(rng.integers(-1, x.ndim))  # -1: none
+            if number >= 0 and x.shape[number] % 2 ** (len(over[number]) + 1) == 0:
+                over[number] += (axis,)
+        return jax.device_put(jnp.asarray(x), jax.sharding.NamedSharding(mesh, P(*over)))
+
+    results = jax.jit(program(case, call))(*jax.tree.map(place, (_device_arrays(call), cotangents)))
+    _judge(case, results, call, cotangents)
+
+
 def _batch_dimensions(case: Case, prepared: Prepared) -> None:
     """Two batch dimensions, or none where there is one element."""
     (call,), (cotangents,) = prepared.calls, prepared.cotangents
@@ -254,5 +272,6 @@ RUNNERS: dict[str, Callable[[Case, Prepared], None]] = {
     "scan": _scan,
     "remat": _remat,
     "shard_map": _shard_map,
+    "sharded": _sharded,
     "batch dimensions": _batch_dimensions,
 }
