@@ -5,12 +5,11 @@ How and why in a process of its own: test_interpret.py.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,9 +19,9 @@ from pallas_flash.combine import Partial
 from pallas_flash.decode_spec import DecodeOperands, DecodeSpec
 from pallas_flash.kernels.sm90 import decode
 from pallas_flash.kernels.sm90.decode_config import DecodeConfig
-from tests.test_interpret import failure, races_found
+from tests import interpreting
+from tests.test_interpret import races_found
 
-ROOT = Path(__file__).parent.parent
 SMALL = DecodeConfig(min_keys_per_split=64)
 FP8 = jnp.float8_e4m3fn
 TOLERANCE = 3e-3  # of weights in bfloat16
@@ -48,8 +47,9 @@ def operands_of(sizes, lengths, dtype=jnp.bfloat16, cache=None, scales=None, pag
         k_scale, v_scale = 0.5 * of_page, 1.5 * of_page
     if scales is not None:
         more |= {"k_scale": jnp.asarray(k_scale, jnp.float32), "v_scale": jnp.asarray(v_scale, jnp.float32)}
-    held = lambda x: jnp.asarray(np.clip(np.nan_to_num(x, nan=77), -127, 127) if cache == jnp.int8 else x, cache)  # noqa: E731
-    q = jnp.asarray(rng.normal(size=(batch, q_len, heads, head_dim)), dtype)
+    whole = lambda x: np.clip(np.nan_to_num(x, nan=77), -127, 127) if cache == jnp.int8 else x  # noqa: E731
+    held = lambda x: jnp.asarray(whole(x).astype(cache))  # noqa: E731
+    q = jnp.asarray(rng.normal(size=(batch, q_len, heads, head_dim)).astype(dtype))
     return DecodeOperands(q, held(k), held(v), jnp.array(lengths, jnp.int32), table, **more)
 
 
@@ -69,9 +69,14 @@ def relative_error(got: Any, want: Any) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def run(spec: DecodeSpec, operands: DecodeOperands, config: DecodeConfig = SMALL, splits: int | None = None) -> Partial:
+@functools.cache
+def kernel(spec: DecodeSpec, config: DecodeConfig, splits: int | None) -> Callable[[DecodeOperands], Partial]:
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    result = decode.decode(spec, operands, config=config, splits=splits, interpret=interpret)
+    return jax.jit(lambda operands: decode.decode(spec, operands, config=config, splits=splits, interpret=interpret))
+
+
+def run(spec: DecodeSpec, operands: DecodeOperands, config: DecodeConfig = SMALL, splits: int | None = None) -> Partial:
+    result = jax.block_until_ready(kernel(spec, config, splits)(operands))
     assert not races_found()
     return result
 
@@ -80,7 +85,8 @@ def check(spec: DecodeSpec, operands: DecodeOperands, splits: int, config: Decod
     assert decode.unsupported(spec, operands) is None
     got = run(spec, operands, config, splits)
     wide = lambda x: x if x.dtype in (jnp.int8, FP8) else x.astype(jnp.float32)  # noqa: E731
-    want = xla_decode.decode(spec, operands._replace(**{x: wide(getattr(operands, x)) for x in "qkv"}))
+    exact = operands._replace(**{x: wide(getattr(operands, x)) for x in "qkv"})
+    want = jax.jit(lambda operands: xla_decode.decode(spec, operands))(exact)
     real = np.ones(operands.q.shape[:2], bool)
     if operands.q_lengths is not None:
         real = np.arange(operands.q.shape[1]) < operands.q_lengths[:, None]
@@ -176,22 +182,13 @@ MORE_CHECKS = (
 )
 
 
-def main(names: list[str]) -> None:
-    """Run the named cases, or every one, and say how it went; exit with 1 if any failed."""
-    checks = {name: (check, *case) for name, case in CASES.items()} | {f.__name__: (f,) for f in MORE_CHECKS}
-    failures = {name: failure(*call) for name, call in checks.items() if not names or name in names}
-    for name, problem in failures.items():
-        print(f"{name}: {problem or 'passed'}")
-    sys.exit(any(failures.values()))
+def checks() -> dict[str, Any]:
+    return {name: (check, *case) for name, case in CASES.items()} | {f.__name__: (f,) for f in MORE_CHECKS}
 
 
 def test_the_kernels_are_right_and_have_no_race():
-    environment = os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.test_interpret_decode"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count(": passed\n") == len(CASES) + len(MORE_CHECKS)
+    interpreting.assert_all_pass("tests.test_interpret_decode", len(CASES) + len(MORE_CHECKS))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    interpreting.main(checks())

@@ -7,11 +7,9 @@ instructions that `sm80/instructions.py` stands in for: ldmatrix, mma.sync and c
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -22,11 +20,10 @@ from pallas_flash.kernels.sm80 import backward_pass
 from pallas_flash.kernels.sm80.backward_pass import Configs
 from pallas_flash.kernels.sm80.config import ForwardConfig, KeysConfig, QueriesConfig
 from pallas_flash.spec import AttentionSpec, Cotangents, Gradients, Operands
-from tests import test_interpret, test_interpret_backward
-from tests.test_interpret import CAUSAL, failure, operands_of, races_found
-from tests.test_interpret_backward import TOLERANCE, errors
+from tests import interpreting, test_interpret, test_interpret_backward
+from tests.test_interpret import CAUSAL, operands_of, races_found
+from tests.test_interpret_backward import TOLERANCE, errors, in_float32
 
-ROOT = Path(__file__).parent.parent
 SMALL = ForwardConfig(block_q=64)
 LARGE = ForwardConfig(num_stages=2, rescale_threshold=4.0)
 HELD = ForwardConfig(block_q=64, num_stages=3, q_in_registers=True)
@@ -61,10 +58,10 @@ def check_forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig
     operands = operands._replace(mask=operands.mask or ((),) * len(spec.mask))
     assert sm80.unsupported(spec, operands) is None
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    got, got_max = sm80.forward(spec, operands, config=config, interpret=interpret)
+    kernel = jax.jit(lambda operands: sm80.forward(spec, operands, config=config, interpret=interpret))
+    got, got_max = jax.block_until_ready(kernel(operands))
     assert not races_found()
-    exact = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in ("q", "k", "v")})
-    want, want_max = reference.forward(spec, exact)
+    want, want_max = test_interpret.in_float32(spec, operands)
     alive = np.isfinite(np.asarray(want.m))
     assert np.linalg.norm(got.out.astype(np.float32) - want.out) < 3e-3 * np.linalg.norm(want.out)
     np.testing.assert_array_equal(np.isfinite(got.m), alive)
@@ -78,15 +75,10 @@ def check_forward(spec: AttentionSpec, operands: Operands, config: ForwardConfig
 def both(spec: AttentionSpec, operands: Operands, configs: Configs) -> tuple[Gradients, Gradients]:
     """The kernels' gradients, and those in float32."""
     operands = operands._replace(mask=operands.mask or ((),) * len(spec.mask))
-    exact = operands._replace(**{x: getattr(operands, x).astype(jnp.float32) for x in ("q", "k", "v")})
-    residuals = xla.forward(spec, exact).residuals
-    rng = np.random.default_rng(1)
-    dout = jnp.asarray(rng.normal(size=residuals.out.shape), operands.q.dtype)
-    cotangents = Cotangents(dout, jnp.asarray(rng.normal(size=residuals.m.shape), jnp.float32))
-    want = xla.backward(spec, exact, residuals, cotangents._replace(out=dout.astype(jnp.float32)))
-    residuals = residuals._replace(out=residuals.out.astype(operands.q.dtype))
+    residuals, cotangents, want = in_float32(spec, operands)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    got = backward_pass.backward(spec, operands, residuals, cotangents, configs=configs, interpret=interpret)
+    kernel = jax.jit(lambda *arrays: backward_pass.backward(spec, *arrays, configs=configs, interpret=interpret))
+    got = jax.block_until_ready(kernel(operands, residuals, cotangents))
     assert not races_found()
     return got, want
 
@@ -110,7 +102,7 @@ def check_that_hidden_junk_stays_hidden() -> None:
     junk = clean.v.at[:, 5, :, 3].set(jnp.nan).at[:, 100, :, 60].set(-jnp.inf)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     config = ForwardConfig(block_kv=96)
-    run = lambda v: sm80.forward(spec, clean._replace(v=v), config=config, interpret=interpret).residuals  # noqa: E731
+    run = jax.jit(lambda v: sm80.forward(spec, clean._replace(v=v), config=config, interpret=interpret).residuals)
     want, got = run(clean.v), run(junk)
     position = np.arange(192)
     reads = np.any([(position >= row) & (position <= row + 30) for row in (5, 100)], axis=0)
@@ -127,13 +119,14 @@ def check_that_hidden_rows_reach_no_gradient() -> None:
     configs = Configs(QueriesConfig(), KeysConfig(fused=True))
     residuals = xla.forward(spec, clean).residuals
     dlse = jnp.zeros(residuals.m.shape, jnp.float32)
+    interpret = plgpu.InterpretGPUParams()
+    kernel = jax.jit(lambda *arrays: backward_pass.backward(spec, *arrays, configs=configs, interpret=interpret))
 
     def gradients(value: float) -> Gradients:
         pad = lambda x, length: x.at[:, length:].set(value)  # noqa: E731
         dirty = clean._replace(q=pad(clean.q, 50), k=pad(clean.k, 40), v=pad(clean.v, 40))
         cotangents = Cotangents(pad(jnp.ones_like(residuals.out), 50), dlse)
-        interpret = plgpu.InterpretGPUParams()
-        return backward_pass.backward(spec, dirty, residuals, cotangents, configs=configs, interpret=interpret)
+        return kernel(dirty, residuals, cotangents)
 
     for want, got in zip(gradients(0.0)[:3], gradients(jnp.nan)[:3], strict=True):
         np.testing.assert_array_equal(want, got)
@@ -159,29 +152,18 @@ MORE_CHECKS = (
 )
 
 
-def main() -> None:
-    """Run every case and say how it went; exit with 1 if any failed."""
-    checks = {name: (check_forward, *test_interpret.CASES[name][:2], config) for name, config in FORWARD.items()}
-    checks |= {
+def checks() -> dict[str, Any]:
+    forward = {name: (check_forward, *test_interpret.CASES[name][:2], config) for name, config in FORWARD.items()}
+    backward = {
         f"backward: {name}": (check_backward, *test_interpret_backward.CASES[name][:2], configs)
         for name, configs in BACKWARD.items()
     }
-    checks |= {f.__name__: (f,) for f in MORE_CHECKS}
-    wanted = sys.argv[1:]
-    checks = {name: call for name, call in checks.items() if not wanted or any(part in name for part in wanted)}
-    failures = {name: failure(*call) for name, call in checks.items()}
-    for name, problem in failures.items():
-        print(f"{name}: {problem or 'passed'}")
-    sys.exit(any(failures.values()))
+    return forward | backward | {f.__name__: (f,) for f in MORE_CHECKS}
 
 
 def test_the_kernels_are_right_and_have_no_race():
-    environment = os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.test_interpret_sm80"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count(": passed\n") == len(FORWARD) + len(BACKWARD) + len(MORE_CHECKS)
+    interpreting.assert_all_pass("tests.test_interpret_sm80", len(FORWARD) + len(BACKWARD) + len(MORE_CHECKS))
 
 
 if __name__ == "__main__":
-    main()
+    interpreting.main(checks())
