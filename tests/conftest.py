@@ -75,6 +75,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("implementation", implementations_of(metafunc.definition) if in_cases else IMPLEMENTATIONS)
 
 
+LONGEST = (
+    "test_the_kernels_are_right_and_have_no_race",
+    "test_two_processes_stop_together_and_go_on",
+    "test_ranges_are_sound",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest come first, lest one worker be alone with them at the end."""
+    items.sort(key=lambda item: getattr(item, "originalname", None) not in LONGEST)
+
+
 class Outputs(NamedTuple):
     """What a call returns, and its gradients by every floating argument under the oracle's names."""
 
