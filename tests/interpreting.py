@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests import interpreted
+
 ROOT = Path(__file__).parent.parent
 # The programs around the kernels' reads and writes are compiled for longer than they run.
-ENVIRONMENT = {"NPROC": "8", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+ENVIRONMENT = interpreted.ENVIRONMENT | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def failure(check: Callable[..., None], *args: Any) -> str | None:
