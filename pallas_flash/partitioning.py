@@ -245,15 +245,15 @@ def _explicit(program: Program, explicit: MeshAxes, *arrays: Array) -> Any:
     """A shard_map over the explicit axes of the mesh."""
     axes, of_results = program.axes(arrays)
     names = [*program.names, "batch numbers", "head numbers"]
-    arrays, axes = (*arrays, *_numbers(axes, arrays)), [*axes, BATCH, HEADS]
-    operands, split = _placed(axes, list(arrays), names)
+    numbered, axes = [*arrays, *_numbers(axes, arrays)], [*axes, BATCH, HEADS]
+    operands, split = _placed(axes, numbered, names)
     # The trace of one instance of a vmap has the whole mesh, yet not the axis that the instances are split over. By
     # default shard_map takes all that it has.
     all_explicit = len(explicit) == len(split.mesh.axis_names)
     return jax.shard_map(
-        program.on_shards(split, arrays[:-2]),
+        program.on_shards(split, arrays),
         mesh=split.mesh,
-        in_specs=tuple(split.spec(names) for names in axes),
+        in_specs=tuple(map(split.spec, axes)),
         out_specs=jax.tree.map(split.spec, of_results),
         axis_names=set() if all_explicit else set(explicit),
         check_vma=False,  # sums over the axes that an array is not split over are written out in on_shards
